@@ -10,13 +10,13 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from qvit.errors import DataError
 from qvit.evaluation.config import IMAGENET
@@ -33,6 +33,7 @@ __all__ = [
     "check_source",
     "demo_normalise",
     "demo_split",
+    "first_pictures",
     "make_loader",
     "open_picture",
     "open_source",
@@ -460,20 +461,36 @@ class Pictures(Dataset):
 
 
 class StreamedPictures(IterableDataset):
-    """The first pictures of a streamed Hub data set, shared out among the DataLoader's workers."""
+    """The pictures of a streamed Hub data set; `datasets` itself shares its files out among the workers."""
 
-    def __init__(self, source: HubSource, transform: Callable, limit: int | None) -> None:
-        self.source, self.transform, self.limit = source, transform, limit
+    def __init__(self, source: HubSource, transform: Callable) -> None:
+        self.source, self.transform = source, transform
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
-        worker = get_worker_info()
-        rank, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        rows = self.source.rows if self.limit is None else self.source.rows.take(self.limit)
-        for index, row in enumerate(rows):
-            if index % workers == rank:
-                yield self.transform(self.source.decode(row, index)), int(row["label"])
+        for index, row in enumerate(self.source.rows):
+            yield self.transform(self.source.decode(row, index)), int(row["label"])
 
 
-def make_loader(data: Dataset, *, batch_size: int, workers: int, pin_memory: bool = False) -> DataLoader:
-    """Batch pictures in order, decoded by `workers` processes (0: in this one)."""
+def make_loader(
+    source: Source, transform: Callable, indices: np.ndarray | None, *, batch_size: int, workers: int, pin_memory: bool
+) -> DataLoader:
+    """Batches of some pictures of a source (of a stream: of all), decoded by `workers` processes (0: in this one)."""
+    if isinstance(source, HubSource) and source.streaming:
+        data, workers = StreamedPictures(source, transform), min(workers, source.rows.num_shards)
+    else:
+        data = Pictures(source, transform, indices)
     return DataLoader(data, batch_size=batch_size, num_workers=workers, pin_memory=pin_memory)
+
+
+def first_pictures(
+    loader: Iterable[tuple[torch.Tensor, torch.Tensor]], limit: int | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The first `limit` pictures of a loader, in its batches; all of them without a limit."""
+    left = limit
+    for images, labels in loader:
+        if left is not None:
+            images, labels = images[:left], labels[:left]
+            left -= len(labels)
+        yield images, labels
+        if left == 0:
+            return
