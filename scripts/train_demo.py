@@ -1,6 +1,6 @@
 """Train the two small models of the demo on scikit-learn's digits: a few minutes on two CPU cores.
 
-    python scripts/train_demo.py                  # writes demo_deit.safetensors and demo_swin.safetensors to configs/weights
+    python scripts/train_demo.py                        # writes both weight files to configs/weights
     python scripts/train_demo.py demo_swin --steps 1500
 
 The shapes are those of configs/demo_*.yaml. The seed is fixed, yet another CPU or torch may round otherwise and give
