@@ -1,0 +1,236 @@
+"""What all quantized host classes share: the swap and the way back, the checks of a call, and the integer core.
+
+A quantized class is a module-level subclass of its host class. The swap assigns ``module.__class__`` and adds
+non-persistent buffers, so parameters, hooks, names and ``state_dict`` keys stay, and deep copies and pickles work.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from qvit import ops
+from qvit.config import QuantConfig
+from qvit.errors import UnsupportedModuleError
+from qvit.scales import Scales
+
+MAX_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the forward reads; equal in all layers of a usual model, so that compiled blocks share one graph."""
+
+    arithmetic: str
+    precision: str
+    backend: str
+    softmax_scale: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the report and the checkpoint read."""
+
+    config: QuantConfig
+    sqnr_db: float | None
+
+
+class CoreInputs(NamedTuple):
+    """Operands of the attention core.
+
+    Attributes:
+        q, k, v: (B, H, N, D), one floating dtype, any strides, after query/key normalisation.
+        bias: None, or bool (True = attend) or additive float (R, 1 or H, N, N) with B % R == 0; row r uses r % R.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class QuantizedModule:
+    """Mixin of the quantized classes. A subclass names its host and describes the host's forward up to the core.
+
+    `refuse`, `heads_of`, `head_dim_of`, `scale_of` and `core_inputs` take any module of the host's class, swapped
+    or not: calibration calls them on the float module.
+    """
+
+    host: ClassVar[type[nn.Module]]
+    known_children: ClassVar[frozenset[str]]
+    known_tensors: ClassVar[frozenset[str]] = frozenset()
+    known_arguments: ClassVar[frozenset[str]]
+
+    @classmethod
+    def refuse(cls, module: nn.Module) -> str | None:
+        """Returns the reason why this module of the host's class must stay float, or None."""
+        unknown = [name for name in inspect.signature(cls.host.forward).parameters if name not in cls.known_arguments]
+        if unknown:
+            return f"unknown_argument:{unknown[0]}"
+        if "forward" in vars(module):
+            return "forward_overridden"
+        names = [n for n, child in module._modules.items() if child is not None and n not in cls.known_children]
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        names += [n for n, t in tensors if t is not None and n not in cls.known_tensors]
+        if names:
+            return f"unknown_attribute:{names[0]}"
+        if type(module.qkv) is not nn.Linear:
+            return "qkv_not_linear"
+        if type(getattr(module, "attn_drop", None)) not in (nn.Dropout, nn.Identity, type(None)):
+            return "unknown_attribute:attn_drop"
+        if module.qkv.out_features % (3 * module.num_heads):
+            return "unsupported_layout"
+        if cls.head_dim_of(module) > MAX_HEAD_DIM:
+            return "head_dim_above_128"
+        if not 0 < cls.scale_of(module) < float("inf"):
+            return "unsupported_scale"
+        return None
+
+    @staticmethod
+    def heads_of(module: nn.Module) -> int:
+        """Number of heads H."""
+        return module.num_heads
+
+    @staticmethod
+    def head_dim_of(module: nn.Module) -> int:
+        """Channels of one head, D; read from the weights, for older hosts have no such attribute."""
+        return module.qkv.out_features // (3 * module.num_heads)
+
+    @classmethod
+    def scale_of(cls, module: nn.Module) -> float:
+        """Factor of the scores that the float forward applies.
+
+        A host with `fused_attn` leaves the factor to scaled_dot_product_attention and never reads its own `scale`.
+        """
+        default = cls.head_dim_of(module) ** -0.5
+        if getattr(module, "fused_attn", False):
+            return default
+        return float(getattr(module, "scale", default))
+
+    @staticmethod
+    def project(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values as views (B, H, N, D) of the packed projection of x (B, N, C)."""
+        B, N, _ = x.shape
+        qkv = module.qkv(x).reshape(B, N, 3, module.num_heads, -1).permute(2, 0, 3, 1, 4)
+        return qkv.unbind(0)
+
+    @classmethod
+    def build_buffers(cls, module: nn.Module, scales: Scales, config: QuantConfig) -> dict[str, torch.Tensor]:
+        """Non-persistent buffers of the swapped module, on the device of its weights; changes nothing."""
+        return {"qvit_constants": scales.constants().to(module.qkv.weight.device)}
+
+    @classmethod
+    def swap(cls, module: nn.Module, scales: Scales, config: QuantConfig, sqnr_db: float | None) -> None:
+        """Turns a module of the host's class into this class, in place. Everything that can fail comes first."""
+        settings = Settings(config.arithmetic, config.precision, config.backend, cls.scale_of(module))
+        buffers = cls.build_buffers(module, scales, config)
+        module.__class__ = cls
+        for name, buffer in buffers.items():
+            module.register_buffer(name, buffer, persistent=False)
+        module.qvit_settings = settings
+        module.qvit_record = Record(config, sqnr_db)
+
+    def unswap(self) -> None:
+        """Gives the host's class back and removes everything that `swap` added."""
+        self.__class__ = self.host
+        for name in [n for n in self._buffers if n.startswith("qvit_")]:
+            delattr(self, name)
+        del self.qvit_settings, self.qvit_record
+
+    def require_inference(self, x: torch.Tensor) -> None:
+        """Raises UnsupportedModuleError in training mode, or where a gradient would be lost."""
+        if self.training:
+            raise UnsupportedModuleError(
+                f"a quantized {self.host.__name__} cannot train; call model.eval(), or qvit.restore(model) to train"
+            )
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise UnsupportedModuleError(
+                f"a quantized {self.host.__name__} has no gradient, and its input requires one; run the model under "
+                "torch.inference_mode() or torch.no_grad()"
+            )
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Integer attention of q, k, v (B, H, N, D) with a bias as `core_bias` gives it; returns (B, N, H * D)."""
+        return run_core(q, k, v, bias, self.qvit_constants, self.qvit_settings).flatten(2)
+
+
+def run_core(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    constants: torch.Tensor,
+    settings: Settings,
+) -> torch.Tensor:
+    """The operator with a layer's settings; returns (B, N, H, D)."""
+    return ops.run_attention(
+        q,
+        k,
+        v,
+        constants,
+        bias,
+        softmax_scale=settings.softmax_scale,
+        arithmetic=settings.arithmetic,
+        precision=settings.precision,
+        backend=settings.backend,
+    )
+
+
+def core_bias(bias: torch.Tensor | None, constants: torch.Tensor, arithmetic: str) -> torch.Tensor | None:
+    """A bool or additive float bias (R, 1 or H, N, N) as the operator of this arithmetic takes it.
+
+    Exponent units (int32) for "qvit"; the paper's arithmetics find their scales on every batch and take it as it is.
+    """
+    return ops.exponent_bias(bias, constants) if bias is not None and arithmetic == "qvit" else bias
+
+
+def attention_mask(
+    q: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, host: type[nn.Module]
+) -> torch.Tensor | None:
+    """The mask arguments of scaled_dot_product_attention as one 4-dimensional bias.
+
+    Args:
+        q: (B, H, N, D), gives the sizes and the device.
+        attn_mask: None, or bool or floating, broadcastable to (B, H, N, N).
+        is_causal: Each token sees itself and the tokens before it.
+        host: Named in errors.
+
+    Raises:
+        UnsupportedModuleError: Both masks at once, or a mask whose shape or dtype does not fit.
+    """
+    B, H, N, _ = q.shape
+    if attn_mask is not None and is_causal:
+        raise UnsupportedModuleError(
+            f"{host.__name__} got attn_mask and is_causal=True; put the causal mask in attn_mask"
+        )
+    if is_causal:
+        return torch.ones(N, N, dtype=torch.bool, device=q.device).tril()[None, None]
+    if attn_mask is None:
+        return None
+    shape, dtype = tuple(attn_mask.shape), attn_mask.dtype
+    fits = len(shape) <= 4 and all(s in (1, n) for s, n in zip(shape[::-1], (N, N, H, B)))
+    if not fits or not (dtype == torch.bool or dtype.is_floating_point):
+        raise UnsupportedModuleError(
+            f"{host.__name__} got an attn_mask of {dtype} {shape}; expected bool or floating, broadcastable to "
+            f"{(B, H, N, N)}"
+        )
+    attn_mask = attn_mask.reshape((1,) * (4 - len(shape)) + shape)
+    return attn_mask.expand(-1, -1, N, N)
+
+
+def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q and k in v's dtype: under autocast a query/key normalisation gives float32 beside a half-precision v."""
+    return q.to(v.dtype), k.to(v.dtype), v
+
+
+def register_notrace(cls: type[Any]) -> type[Any]:
+    """Makes the class a leaf for timm's symbolic tracing, where this timm has it."""
+    try:
+        from timm.layers import register_notrace_module
+    except ImportError:  # timm before 1.0 keeps it in another place
+        from timm.models._features_fx import register_notrace_module
+    return register_notrace_module(cls)

@@ -1,0 +1,126 @@
+"""What was swapped, with what; what was left, and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from qvit import ops
+from qvit.config import QuantConfig
+from qvit.discovery import Site, find_attention
+from qvit.errors import BackendError
+
+_COLUMNS = ("name", "type", "status", "heads", "head_dim", "backend", "precision", "sqnr_db", "reason")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attention module.
+
+    Attributes:
+        name: Module path; empty for the model itself.
+        type: Name of the host's class.
+        status: "swapped" or "left".
+        reason: Why it was left; empty when swapped.
+        heads, head_dim: None where a left module does not tell.
+        backend: What runs it on its present device: "triton" or "reference"; empty when left.
+        precision: "standard" or "high", or the arithmetic's name for "paper" and "paper_text"; empty when left.
+        sqnr_db: Signal to quantization noise of the integer core on a calibration batch; None when left.
+    """
+
+    name: str
+    type: str
+    status: str
+    reason: str = ""
+    heads: int | None = None
+    head_dim: int | None = None
+    backend: str = ""
+    precision: str = ""
+    sqnr_db: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The attention modules of a model, in module order; `str()` is a table."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def swapped(self) -> int:
+        """Number of modules that run in integers."""
+        return sum(row.status == "swapped" for row in self.rows)
+
+    @property
+    def left(self) -> int:
+        """Number of attention modules that stay float."""
+        return self.total - self.swapped
+
+    @property
+    def total(self) -> int:
+        """Number of all attention modules."""
+        return len(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-safe values."""
+        counts = {"swapped": self.swapped, "left": self.left, "total": self.total}
+        return {**counts, "rows": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        head = f"{self.swapped} of {self.total} attention modules run in integers"
+        if not self.rows:
+            return head
+        cells = [[_cell(getattr(row, column)) for column in _COLUMNS] for row in self.rows]
+        used = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
+        table = [[line[i] for i in used] for line in [list(_COLUMNS), *cells]]
+        widths = [max(map(len, column)) for column in zip(*table)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
+        return "\n".join([head, lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def report(model: nn.Module) -> Report:
+    """Lists everything in the model that computes attention; the model may be quantized or not."""
+    configs = [site.module.qvit_record.config for site in find_attention(model) if site.is_swapped]
+    exclude = configs[0].exclude if configs else ()
+    return Report(tuple(_row(site) for site in find_attention(model, exclude)))
+
+
+def _row(site: Site) -> Row:
+    module = site.module
+    if not site.is_swapped:
+        heads, head_dim = getattr(module, "num_heads", None), getattr(module, "head_dim", None)
+        if site.adapter is not None:
+            heads, head_dim = site.adapter.heads_of(module), site.adapter.head_dim_of(module)
+        return Row(site.name, site.type_name, "left", site.reason or "not_quantized", _int(heads), _int(head_dim))
+    config: QuantConfig = module.qvit_record.config
+    return Row(
+        name=site.name,
+        type=site.type_name,
+        status="swapped",
+        heads=site.adapter.heads_of(module),
+        head_dim=site.adapter.head_dim_of(module),
+        backend=_backend(module.qvit_constants.device, config),
+        precision=config.precision if config.arithmetic == "qvit" else config.arithmetic,
+        sqnr_db=module.qvit_record.sqnr_db,
+    )
+
+
+def _backend(device: torch.device, config: QuantConfig) -> str:
+    if config.arithmetic == "paper_text":
+        return "reference"
+    try:
+        return ops.select_backend(device, config.backend)
+    except BackendError:
+        return f"none on {device.type}"
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    return "" if value is None else str(value)

@@ -1,0 +1,145 @@
+"""Saves a quantization beside its float weights, and puts it back: one safetensors file, nothing is unpickled.
+
+The file holds the constants of each layer, and in its metadata the configuration, the layers, and a fingerprint of
+the float weights of the swapped modules, so that constants never meet weights that they were not made for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from qvit.config import QuantConfig
+from qvit.discovery import Site, find_attention, plan_swap
+from qvit.errors import CheckpointError, QvitError
+from qvit.scales import Scales
+from qvit.surgery import swap_all
+
+FORMAT_VERSION = 1
+_METADATA_KEY = "qvit"
+_PREFIX = "constants:"  # a module name may be empty, a tensor's may not
+# Two roundings, so that a float32 model and its half-precision copy know each other.
+_FINGERPRINT_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes the quantization of a model; its weights are not in the file.
+
+    Args:
+        model: A quantized model.
+        path: File to write, by custom `*.qvit.safetensors`.
+
+    Raises:
+        CheckpointError: The model is not quantized, or the file cannot be written.
+    """
+    sites = [site for site in find_attention(model) if site.is_swapped]
+    if not sites:
+        raise CheckpointError("the model has no quantized attention; call qvit.quantize(model, calib_loader) first")
+    document = {
+        "format_version": FORMAT_VERSION,
+        "config": sites[0].module.qvit_record.config.to_dict(),
+        "fingerprint": _fingerprint(sites),
+        "layers": {site.name: _describe(site) for site in sites},
+        "sqnr_db": {site.name: site.module.qvit_record.sqnr_db for site in sites},
+    }
+    tensors = {_PREFIX + site.name: site.module.qvit_constants.cpu().contiguous() for site in sites}
+    try:
+        save_file(tensors, os.fspath(path), metadata={_METADATA_KEY: json.dumps(document, allow_nan=False)})
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"cannot write {path}: {e}") from e
+
+
+def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Swaps the attention modules of a float model with the constants that `save` wrote; no calibration is needed.
+
+    Args:
+        model: The float model, in eval mode, with the weights that were quantized.
+        path: File that `save` wrote.
+
+    Returns:
+        The same model; unchanged if anything fails.
+
+    Raises:
+        CheckpointError: The file is unreadable or damaged, or belongs to another model, other weights or another
+            format version.
+        UnsupportedModuleError: The model is compiled, quantized, or in training mode.
+    """
+    document, tensors = _read(path)
+    try:
+        config = QuantConfig.from_dict(document["config"])
+        layers, fingerprint, sqnr = document["layers"], document["fingerprint"], document["sqnr_db"]
+        scales = {n: Scales.from_constants(tensors[_PREFIX + n], layer["softmax_scale"]) for n, layer in layers.items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError, QvitError) as e:
+        raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
+    with torch.inference_mode(False), torch.no_grad():
+        sites = plan_swap(model, config)
+        _require_same_layers(sites, layers, scales, path)
+        if not set(_fingerprint(sites).items()) & set(fingerprint.items()):
+            raise CheckpointError(
+                f"{path} was made for other weights of this architecture; quantize this model instead"
+            )
+        swap_all(sites, scales, config, sqnr)
+    return model
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    try:
+        with safe_open(Path(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        document = json.loads(metadata[_METADATA_KEY]) if _METADATA_KEY in metadata else None
+    except (OSError, SafetensorError, ValueError) as e:
+        raise CheckpointError(f"cannot read {path}: {type(e).__name__}: {e}") from e
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} is a safetensors file, but not one saved by qvit")
+    if document.get("format_version") != FORMAT_VERSION:
+        found = document.get("format_version")
+        raise CheckpointError(f"{path} has format version {found!r}, this qvit reads {FORMAT_VERSION}")
+    return document, tensors
+
+
+def _describe(site: Site) -> dict[str, Any]:
+    host = site.adapter.host
+    return {
+        "type": f"{host.__module__}.{host.__qualname__}",
+        "heads": site.adapter.heads_of(site.module),
+        "head_dim": site.adapter.head_dim_of(site.module),
+        "softmax_scale": site.adapter.scale_of(site.module),
+    }
+
+
+def _require_same_layers(
+    sites: list[Site], layers: dict[str, dict[str, Any]], scales: dict[str, Scales], path: str | os.PathLike[str]
+) -> None:
+    ours = {site.name: _describe(site) for site in sites}
+    for name in [*ours, *layers]:
+        if ours.get(name) != layers.get(name):
+            raise CheckpointError(
+                f"{path} does not fit the model: layer {name!r} is {ours.get(name)} in the model and "
+                f"{layers.get(name)} in the file"
+            )
+        found, expected = (scales[name].num_heads, scales[name].head_dim), (ours[name]["heads"], ours[name]["head_dim"])
+        if found != expected:
+            raise CheckpointError(f"{path} is damaged: the constants of {name!r} are for {found}, expected {expected}")
+
+
+def _fingerprint(sites: list[Site]) -> dict[str, str]:
+    """SHA-256 of the names, shapes and values of the modules' parameters, by the dtype they were rounded to."""
+    return {str(dtype).removeprefix("torch."): _digest(sites, dtype) for dtype in _FINGERPRINT_DTYPES}
+
+
+def _digest(sites: list[Site], dtype: torch.dtype) -> str:
+    digest = hashlib.sha256()
+    for site in sites:
+        for name, parameter in site.module.named_parameters():
+            digest.update(f"{site.name}.{name}{tuple(parameter.shape)}".encode())
+            digest.update(parameter.detach().to("cpu", dtype).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,116 @@
+"""Swaps the attention modules of a model for their quantized classes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from qvit.calibration import Calibration, calibrate
+from qvit.config import QuantConfig
+from qvit.discovery import Site, plan_swap
+from qvit.errors import CalibrationError, ConfigError
+from qvit.patches.base import QuantizedModule
+from qvit.scales import Scales
+
+_FIXED_BY_CALIBRATION = ("granularity", "k_offset", "qk_balance", "v_channels", "calibration")
+
+
+def quantize(
+    model: nn.Module,
+    calib_loader: Iterable[Any] | Calibration,
+    config: QuantConfig | None = None,
+    *,
+    strict: bool = False,
+) -> nn.Module:
+    """Calibrates the model and swaps every supported attention module in place.
+
+    Weights are never written, and names, hooks and `state_dict` keys stay. If anything fails, the model is unchanged.
+
+    Args:
+        model: A model in eval mode with timm's `Attention` or Swin's `WindowAttention`.
+        calib_loader: Batches as `calibrate` takes them, or a `Calibration` made before.
+        config: Default: the calibration's own config, or `QuantConfig()`.
+        strict: Raise where anything that computes attention would stay float.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedModuleError: The model is compiled, quantized, in training mode, has nothing to swap, or `strict`.
+        CalibrationError: The loader gave nothing usable, or the calibration belongs to another model.
+        ConfigError: The config contradicts the calibration.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        if isinstance(calib_loader, Calibration):
+            calibration = calib_loader
+            config = _agreeing_config(config, calibration.config)
+            targets = plan_swap(model, config, strict=strict)
+        else:
+            config = config or QuantConfig()
+            targets = plan_swap(model, config, strict=strict)
+            calibration = calibrate(model, calib_loader, config)
+        _require_same_layers(targets, calibration, config)
+        swap_all(targets, calibration.layers, config, calibration.sqnr)
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Gives every quantized module its float class back and removes what `quantize` added; returns the model."""
+    for module in model.modules():
+        if isinstance(module, QuantizedModule):
+            module.unswap()
+    return model
+
+
+def swap_all(targets: list[Site], scales: Mapping[str, Scales], config: QuantConfig, sqnr: Mapping[str, float]) -> None:
+    """Swaps the targets, all or none; `scales` and `sqnr` go by module name."""
+    swapped = []
+    try:
+        for site in targets:
+            site.adapter.swap(site.module, scales[site.name], config, sqnr.get(site.name))
+            swapped.append(site.module)
+    except BaseException:
+        for module in swapped:
+            module.unswap()
+        raise
+
+
+def _agreeing_config(config: QuantConfig | None, calibrated: QuantConfig) -> QuantConfig:
+    if config is None:
+        return calibrated
+    for key in _FIXED_BY_CALIBRATION:
+        ours, theirs = getattr(config, key), getattr(calibrated, key)
+        if ours != theirs:
+            raise ConfigError(f"configuration key {key} is {ours!r}, but the calibration was made with {theirs!r}")
+    return config
+
+
+def _require_same_layers(targets: list[Site], calibration: Calibration, config: QuantConfig) -> None:
+    names = {site.name for site in targets}
+    for name in calibration.layers:
+        if name not in names and not any(fnmatchcase(name, pattern) for pattern in config.exclude):
+            raise CalibrationError(f"the calibration has a layer {name!r} that the model has not, or cannot swap")
+    for site in targets:
+        scales = calibration.layers.get(site.name)
+        if scales is None:
+            raise CalibrationError(f"the calibration has no layer {site.name!r}; it has {_few(calibration.layers)}")
+        ours = (site.adapter.heads_of(site.module), site.adapter.head_dim_of(site.module))
+        theirs = (scales.num_heads, scales.head_dim)
+        if ours != theirs:
+            raise CalibrationError(
+                f"{site.name!r} has (heads, head_dim) {ours}, but the calibration was made for {theirs}"
+            )
+        if site.adapter.scale_of(site.module) != scales.softmax_scale:
+            raise CalibrationError(
+                f"{site.name!r} scales its scores by {site.adapter.scale_of(site.module)}, but the calibration was "
+                f"made for {scales.softmax_scale}"
+            )
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
