@@ -104,15 +104,14 @@ class FolderSource(Source):
     """A folder with one folder a class; sorted names are the classes, as in torchvision's ImageFolder."""
 
     def __init__(self, root: Path) -> None:
-        folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-        if not folders:
-            raise DataError(f"{root} has neither parquet or arrow files nor class folders with pictures")
-        self.name, self.classes = str(root), tuple(p.name for p in folders)
-        self._files = [[f for f in sorted(p.rglob("*")) if f.suffix.lower() in _PICTURE_SUFFIXES] for p in folders]
-        empty = [p.name for p, files in zip(folders, self._files) if not files]
+        self.name, self.classes = str(root), tuple(_subfolders(root))
+        if not self.classes:
+            raise DataError(f"{root} has neither parquet or arrow files nor one folder of pictures for each class")
+        self._files = [_picture_files(root / name) for name in self.classes]
+        empty = [name for name, files in zip(self.classes, self._files) if not files]
         if empty:
             raise DataError(f"{root}: {_some(empty)} without pictures; unpack the data again")
-        self.labels = np.repeat(np.arange(len(folders)), [len(files) for files in self._files])
+        self.labels = np.repeat(np.arange(len(self.classes)), [len(files) for files in self._files])
         self._files = [f for files in self._files for f in files]
 
     def picture(self, index: int) -> Image.Image:
@@ -263,8 +262,12 @@ def _load_from_hub(name: str, split: str, streaming: bool):
         import datasets
     except ImportError as error:
         raise DataError(f"{name} needs the library datasets: pip install 'qvit[data]'") from error
+    only: dict = {}
+    if name == IMAGENET and not streaming:
+        # Without this, datasets downloads all splits, 150 GB of them, and with it misses the splits left out.
+        only = {"data_files": {split: f"data/{split}-*"}, "verification_mode": "no_checks"}
     try:
-        return datasets.load_dataset(name, split=split, streaming=streaming)
+        return datasets.load_dataset(name, split=split, streaming=streaming, **only)
     except Exception as error:  # the Hub's clients raise their transports' own errors, which have no common base
         raise DataError(
             f"cannot get {name} ({split}) from the Hugging Face Hub: {type(error).__name__}: {error}. {IMAGENET} is "
@@ -293,9 +296,7 @@ def open_source(spec: str, split: str = "val", *, streaming: bool = False) -> So
         return DemoSource(split)
     if path.exists():
         return _open_local(path, split)
-    if spec.lower() == "imagenet-1k" or (
-        spec.count("/") == 1 and spec.lower() == IMAGENET.lower() and spec != IMAGENET
-    ):
+    if spec != IMAGENET and spec.lower() in (IMAGENET.lower(), "imagenet-1k", "imagenet"):
         raise DataError(f"the Hub's name of this data set is {IMAGENET}, written exactly so, not {spec}")
     if spec.count("/") != 1 or spec.startswith((".", "/", "~")):
         raise DataError(
@@ -309,8 +310,7 @@ def _open_local(path: Path, split: str) -> Source:
         if path.suffix not in _TABLE_SUFFIXES:
             raise DataError(f"{path} is neither parquet nor arrow; give such a file, or a folder")
         return TableSource(str(path), [path])
-    tables = sorted(p for p in path.rglob("*") if p.suffix in _TABLE_SUFFIXES and not p.name.startswith("."))
-    if tables:
+    if tables := _table_files(path):
         found = {p: _split_of(p.relative_to(path)) for p in tables}
         chosen = [p for p in tables if found[p] == split]
         if not chosen and split == "val":
@@ -324,6 +324,17 @@ def _open_local(path: Path, split: str) -> Source:
     if split == "train":
         raise DataError(f"{path} has no folder train/ with class folders")
     return FolderSource(path)
+
+
+def _picture_files(folder: Path) -> list[Path]:
+    found = (Path(parent) / name for parent, _, names in os.walk(folder) for name in names)
+    return sorted(p for p in found if p.suffix.lower() in _PICTURE_SUFFIXES)
+
+
+def _table_files(folder: Path) -> list[Path]:
+    """Parquet and arrow files in a folder and its subfolders; no deeper, where an ImageFolder has a million files."""
+    found = (p for pattern in ("*", "*/*") for p in folder.glob(pattern))
+    return sorted(p for p in found if p.suffix in _TABLE_SUFFIXES and not p.name.startswith("."))
 
 
 def _subfolders(path: Path) -> list[str]:
@@ -348,10 +359,10 @@ def training_sibling(spec: str) -> Source | None:
         return None
     if _split_of(Path(path.name)) == "val" and (path.parent / "train").is_dir():
         return open_source(str(path.parent / "train"))
-    has_split = (path / "train").is_dir() or any(
-        _split_of(p.relative_to(path)) == "train" for p in path.rglob("*") if p.suffix in _TABLE_SUFFIXES
-    )
-    return _open_local(path, "train") if has_split else None
+    tables = _table_files(path)
+    if any(_split_of(p.relative_to(path)) == "train" for p in tables) or (not tables and (path / "train").is_dir()):
+        return _open_local(path, "train")
+    return None
 
 
 def check_source(source: Source, num_classes: int, *, limited: bool) -> None:

@@ -137,8 +137,8 @@ def run_evaluation(options: EvaluationOptions, config_folder: Path) -> dict:
     gates = {name: _gates(comparisons[name], count, options, config) for name in quantizations}
     report = {
         "model": config.model,
-        "checkpoint": config.checkpoint,
-        "config": config.to_dict(),
+        "checkpoint": _file_name(config.checkpoint),
+        "config": {**config.to_dict(), "checkpoint": _file_name(config.checkpoint)},
         "quantization": {name: quantization.to_dict() for name, quantization in quantizations.items()},
         "data": {
             "source": source.name,
@@ -159,6 +159,10 @@ def run_evaluation(options: EvaluationOptions, config_folder: Path) -> dict:
         **_environment(options.device),
     }
     return _json_safe(report)
+
+
+def _file_name(path: str | None) -> str | None:
+    return None if path is None else Path(path).name
 
 
 def _configure(options: EvaluationOptions, folder: Path) -> ModelConfig:
