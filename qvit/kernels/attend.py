@@ -1,0 +1,130 @@
+"""Integer attention over packed operands: one program owns BLOCK_M queries of one head and meets all its keys twice.
+
+The first pass finds each row's exact maximum, the second makes the weights and sums them against V. Meeting the keys
+twice costs one more int8 product, which the tensor cores have to spare, and buys a result that no tile size can change.
+"""
+
+import triton
+import triton.language as tl
+
+from qvit.kernels import numerics
+
+TILE = 64  # keys of a tile
+
+
+@triton.jit
+def _exponent(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_n, mult, N, MASK: tl.constexpr, BIAS: tl.constexpr, DP: tl.constexpr):
+    """Exponents [BLOCK_M, keys], int32, in units of 2^-F octaves; masked keys and those past N hold MASKED."""
+    o_d = tl.arange(0, DP)
+    k = tl.load(k_ptr + o_n[None, :] * DP + o_d[:, None])
+    e = tl.dot(q, k, out_dtype=tl.int32) * mult
+    if BIAS:
+        where = (o_m < N)[:, None] & (o_n < N)[None, :]
+        bias = tl.load(bias_ptr + o_m.to(tl.int64)[:, None] * stride_bias_m + o_n[None, :], mask=where, other=numerics.MASKED)
+        e = tl.where(bias == numerics.MASKED, numerics.MASKED, e + bias)
+    elif MASK:
+        e = tl.where((o_n < N)[None, :], e, numerics.MASKED)
+    return e
+
+
+@triton.jit
+def _add_tile(
+    acc, low, sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m, start, mult, exp_bits, N, NP,
+    W: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    o_n = start + tl.arange(0, W)
+    o_d = tl.arange(0, DP)
+    e = _exponent(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_n, mult, N, MASK, BIAS, DP)
+    distance = base[:, None] - e
+    if MASK or BIAS:
+        distance = tl.where(e == numerics.MASKED, -1, distance)
+    distance = numerics.reorder_keys(distance, M, W)
+    vt = tl.load(vt_ptr + o_d[:, None] * NP + o_n[None, :])
+    columns += tl.load(sum_ptr + start // 64 * DP + o_d)
+    if HIGH:
+        p, p_low, part = numerics.weights_high(distance, exp_bits, INTERPRET)
+        low = tl.dot(p_low, tl.trans(vt), low, out_dtype=tl.int32)
+    else:
+        p, part = numerics.weights_standard(distance, exp_bits, INTERPRET)
+    acc = tl.dot(p, tl.trans(vt), acc, out_dtype=tl.int32)
+    return acc, low, sums + tl.sum(part, 1), columns
+
+
+@triton.jit(do_not_specialize=["group_magic", "full_tiles", "out_up"])
+def attend_kernel(
+    q_ptr, k_ptr, vt_ptr, sum_ptr, bias_ptr, constants_ptr, out_ptr,
+    stride_bias_g, stride_bias_h, stride_bias_m, groups, group_magic, H, N, NP, full_tiles, out_up,
+    D: tl.constexpr, DP: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, INT8_OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """q, k (B, H, NP, DP), vt (B, H, DP, NP) int8, sum (B, H, NP / 64, DP) int32 -> out (B, N, H, D).
+
+    bias: int32 (G, H, N, N) in exponent units; batch b uses bias[b % groups].
+    """
+    TILE: tl.constexpr = 64
+    i_m = tl.program_id(0)
+    i_h = tl.program_id(1)
+    i_b = tl.program_id(2)
+    head = i_b.to(tl.int64) * H + i_h
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, DP)
+    c_ptr = constants_ptr + i_h * (6 * D + 8)
+    mult = tl.load(c_ptr + 6 * D)
+    exp_bits = tl.load(c_ptr + 6 * D + 1)
+    k_ptr += head * NP * DP
+    vt_ptr += head * NP * DP
+    sum_ptr += head * (NP // TILE) * DP
+    if BIAS:
+        group = i_b - tl.umulhi(i_b.to(tl.uint32), group_magic.to(tl.uint32)).to(tl.int32) * groups
+        bias_ptr += group.to(tl.int64) * stride_bias_g + i_h * stride_bias_h
+    q = tl.load(q_ptr + head * NP * DP + o_m[:, None] * DP + o_d[None, :], mask=(o_m < NP)[:, None], other=0)
+
+    best = tl.full([BLOCK_M, TILE], numerics.MASKED, tl.int32)
+    for start in tl.range(0, full_tiles * TILE, TILE):
+        o_n = start + tl.arange(0, TILE)
+        best = tl.maximum(best, _exponent(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_n, mult, N, False, BIAS, DP))
+    top = tl.max(best, 1)
+    if TAIL:
+        o_t = full_tiles * TILE + tl.arange(0, TAIL)
+        top = tl.maximum(top, tl.max(_exponent(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_t, mult, N, True, BIAS, DP), 1))
+
+    base = top + (1 << (exp_bits - 7)) + (numerics.SHIFT_OCTAVES << exp_bits)
+    acc = tl.zeros([BLOCK_M, DP], tl.int32)
+    low = tl.zeros([BLOCK_M, DP], tl.int32)
+    sums = tl.zeros([BLOCK_M], tl.int32)
+    columns = tl.zeros([DP], tl.int32)
+    for start in tl.range(0, full_tiles * TILE, TILE):
+        acc, low, sums, columns = _add_tile(
+            acc, low, sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m, start, mult, exp_bits,
+            N, NP, TILE, False, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
+        )  # fmt: skip
+    if TAIL:
+        acc, low, sums, columns = _add_tile(
+            acc, low, sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m, full_tiles * TILE, mult,
+            exp_bits, N, NP, TAIL, True, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
+        )  # fmt: skip
+
+    acc += columns[None, :]
+    if HIGH:
+        acc = (acc << 2) + ((low + 32) >> 6)
+        inverse = numerics.reciprocal(sums, 44, 65192, INTERPRET)
+    else:
+        inverse = numerics.reciprocal(sums, 36, 255, INTERPRET)
+    col_mask = o_d < D
+    if INT8_OUT:
+        ratio = tl.load(c_ptr + 5 * D + o_d, mask=col_mask, other=0)
+        out = numerics.multiply_high(numerics.multiply_high(acc << out_up, inverse[:, None]), ratio[None, :])
+        down = out_up + tl.load(c_ptr + 6 * D + 5) - (26 if HIGH else 28)
+        out = (out + (1 << (down - 1))) >> down
+        out = tl.minimum(tl.maximum(out, -127), 127)
+    else:
+        v_scale = tl.load(c_ptr + 4 * D + o_d, mask=col_mask, other=0).to(tl.float32, bitcast=True)
+        unit: tl.constexpr = 2.0**-38 if HIGH else 2.0**-36
+        out = (acc.to(tl.float32) * (inverse.to(tl.float32) * unit)[:, None]) * v_scale[None, :]
+        if INTERPRET:
+            if out_ptr.dtype.element_ty == tl.bfloat16:  # the interpreter truncates
+                bits = out.to(tl.uint32, bitcast=True)
+                out = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    o_out = ((i_b.to(tl.int64) * N + o_m[:, None]) * H + i_h) * D + o_d[None, :]
+    tl.store(out_ptr + o_out, out.to(out_ptr.dtype.element_ty), mask=(o_m < N)[:, None] & col_mask[None, :])

@@ -1,0 +1,110 @@
+"""Compile the kernels for any NVIDIA target on a machine without a GPU, and read what the hardware would run.
+
+PTX proves nothing about floating point: an integer division shows none there and compiles to I2F, MUFU.RCP and F2I.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import re
+import subprocess
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qvit.kernels import attend, pack
+
+_OPCODE = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_]*)")
+_FLOAT = re.compile(r"^(F|H|D|MUFU|I2F|UF|UI2F)")
+_INTEGER = {"FLO", "FENCE", "DEPBAR"}  # find leading one, and two barriers: no arithmetic
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One kernel for one target: its PTX, its SASS, and what it takes."""
+
+    ptx: str
+    sass: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+    @property
+    def opcodes(self) -> collections.Counter:
+        return collections.Counter(m.group(1) for line in self.sass.splitlines() if (m := _OPCODE.search(line)))
+
+    @property
+    def float_instructions(self) -> list[str]:
+        """Opcodes that do or convert floating point, and divisions in the PTX."""
+        ops = [op for op in self.opcodes if _FLOAT.match(op) and op not in _INTEGER]
+        return sorted(ops) + sorted(set(re.findall(r"\b(?:div|rem)\.[a-z0-9.]+", self.ptx)))
+
+
+def _tool(name: str) -> pathlib.Path:
+    return pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+def compile_kernel(kernel, capability: int, constexprs: dict, types: dict, *, num_warps=4, num_stages=2) -> Compiled:
+    """Compile a Triton kernel for sm_<capability> and disassemble it.
+
+    Args:
+        kernel: The jitted function.
+        capability: 80, 86, 89, 90, 100 or 120.
+        constexprs: Values of its constexpr parameters by name.
+        types: Triton types of the others by name; pointers are int8 and scalars int32 where not named.
+        num_warps, num_stages: Launch configuration.
+    """
+    names = kernel.arg_names
+    kinds = {n: types.get(n, "*i8" if n.endswith("_ptr") else "i32") for n in names}
+    signature = {n: "constexpr" if n in constexprs else kinds[n] for n in names}
+    aligned = [i for i, n in enumerate(names) if n not in constexprs and (n.endswith("_ptr") or n == "NP")]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(n),): v for n, v in constexprs.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(built.asm["cubin"])
+        cubin.flush()
+        run = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: E731
+        sass = run(_tool("nvdisasm"), "-c", cubin.name)
+        usage = run(_tool("cuobjdump"), "--dump-resource-usage", cubin.name)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return Compiled(built.asm["ptx"], sass, int(registers), int(stack), built.metadata.shared)
+
+
+def compile_attention(
+    capability: int,
+    *,
+    head_dim: int = 64,
+    tail: int = 32,
+    high: bool = False,
+    bias: bool = False,
+    out: str = "*i8",
+    block_m: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 2,
+) -> Compiled:
+    """The attention kernel; ``out`` is its result's pointer type, ``*i8`` for the integer-only form."""
+    padded = max(32, triton.next_power_of_2(head_dim))
+    constexprs = {"D": head_dim, "DP": padded, "TAIL": tail, "BIAS": bias, "HIGH": high, "INT8_OUT": out == "*i8"}
+    types = {"sum_ptr": "*i32", "bias_ptr": "*i32", "constants_ptr": "*i32", "out_ptr": out}
+    constexprs |= {"BLOCK_M": block_m, "INTERPRET": False}
+    return compile_kernel(
+        attend.attend_kernel, capability, constexprs, types, num_warps=num_warps, num_stages=num_stages
+    )
+
+
+def compile_pack(capability: int, *, head_dim: int = 64, operand: str = "*i8") -> Compiled:
+    """The packing kernel for operands of a pointer type; int8 operands are only moved."""
+    constexprs = {"D": head_dim, "DP": max(32, triton.next_power_of_2(head_dim)), "TILE": pack.TILE}
+    constexprs["INT8"] = operand == "*i8"
+    types = {"q_ptr": operand, "k_ptr": operand, "v_ptr": operand, "sum_ptr": "*i32", "constants_ptr": "*i32"}
+    return compile_kernel(pack.pack_kernel, capability, constexprs, types)

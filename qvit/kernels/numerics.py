@@ -1,0 +1,147 @@
+"""Steps of the arithmetic that the kernels share; ``docs/numerics.md`` specifies them, ``qvit/reference.py`` defines them.
+
+Where PTX says in one instruction what Triton cannot (a clamping funnel shift, byte dot products), a step has an
+inline-assembly form and a plain twin. Triton's interpreter runs the twin; a GPU test holds the two equal.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+MASKED = tl.constexpr(-(2**31))
+SHIFT_OCTAVES = tl.constexpr(17)
+
+# Four distances in, four weights out. q: whole octaves; g: complement of the fraction, then the 2^-g polynomial;
+# r: 16-bit intensity by a funnel shift of (1 : g), clamped at 32; a: two intensities packed by the multiply-add pipe.
+_DECLARE = ".reg .b32 q<4>, g<4>, h<4>, r<4>, a, b;"
+_OCTAVES = "".join(f"shr.u32 q{i}, ${{{i}}}, ${{f{i}}}; mad.lo.u32 g{i}, ${{{i}}}, ${{m{i}}}, 0xFFFFFFFF;" for i in range(4))
+_CURVE = "".join(f"mad.hi.u32 h{i}, g{i}, 0x55555555, 0xAAAAAAAA; mul.hi.u32 g{i}, g{i}, h{i};" for i in range(4))
+_SHIFT = "".join(f"shf.r.clamp.b32 r{i}, g{i}, 1, q{i};" for i in range(4))
+_PAIR = "mad.lo.u32 a, r1, 65536, r0; mad.lo.u32 b, r3, 65536, r2;"
+
+
+def _octaves(first: int) -> str:
+    """The operands are numbered after the outputs: four distances, four copies of F, four of -(2^(32 - F))."""
+    text = _OCTAVES
+    for i in range(4):
+        text = text.replace(f"${{{i}}}", f"${first + i}").replace(f"${{f{i}}}", f"${first + 4 + i}")
+        text = text.replace(f"${{m{i}}}", f"${first + 8 + i}")
+    return text
+
+
+_STANDARD = tl.constexpr(
+    "{" + _DECLARE + _octaves(5) + _SHIFT + _PAIR
+    + "add.u32 a, a, 0x00800080; add.u32 b, b, 0x00800080; prmt.b32 a, a, b, 0x7531; xor.b32 $0, a, 0x80808080;"
+    + "dp4a.u32.u32 $1, a, 0x01010101, 0; mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $4, 0; }"
+)  # fmt: skip
+_HIGH = tl.constexpr(
+    "{" + _DECLARE + _octaves(6) + _CURVE + _SHIFT + _PAIR
+    + "mov.b32 q0, 0x0101; dp2a.lo.u32.u32 q1, a, q0, 0xFFFFFFFC; dp2a.lo.u32.u32 $2, b, q0, q1;"
+    + "add.u32 a, a, 0x007F007F; add.u32 b, b, 0x007F007F;"
+    + "prmt.b32 h0, a, b, 0x7531; xor.b32 $0, h0, 0x80808080; prmt.b32 h1, a, b, 0x6420; xor.b32 $1, h1, 0x80808080;"
+    + "mov.b32 $3, 0; mov.b32 $4, 0; mov.b32 $5, 0; }"
+)  # fmt: skip
+
+
+@triton.jit
+def quantize(x, mult):
+    """int8 of float32 x * mult, rounded half to even, saturated at +-127; NaN gives 0. Compile without fp fusion."""
+    y = x * mult
+    y = tl.where(y == y, y, 0.0)
+    y = tl.minimum(tl.maximum(y, -127.0), 127.0)
+    return ((y + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
+
+
+@triton.jit
+def reorder_keys(x, M: tl.constexpr, N: tl.constexpr):
+    """Within 16 keys, position 4t + 2i + e takes key 8i + 2t + e: the accumulator's registers become an operand's."""
+    x = tl.permute(tl.reshape(x, [M, N // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
+    return tl.reshape(x, [M, N])
+
+
+@triton.jit
+def key_at(position):
+    """The key that :func:`reorder_keys` puts at a position."""
+    inner = position % 16
+    return position - inner + (inner // 2) % 2 * 8 + inner // 4 * 2 + inner % 2
+
+
+@triton.jit
+def _intensity(distance, exp_bits, CURVE: tl.constexpr):
+    # Plain twin. distance: uint32, the constant shift of 17 octaves included.
+    octaves = distance >> exp_bits.to(tl.uint32)
+    g = (distance << (32 - exp_bits).to(tl.uint32)) ^ tl.full(distance.shape, 0xFFFFFFFF, tl.uint32)
+    if CURVE:
+        third = tl.full(distance.shape, 0x55555555, tl.uint32)
+        slope = tl.umulhi(g, third) + tl.full(distance.shape, 0xAAAAAAAA, tl.uint32)
+        g = tl.umulhi(g, slope)
+    count = tl.minimum(octaves, tl.full(octaves.shape, 32, tl.uint32)).to(tl.uint64)
+    return ((g.to(tl.uint64) + 4294967296) >> count).to(tl.int32)
+
+
+@triton.jit
+def weights_standard(distance, exp_bits, INTERPRET: tl.constexpr):
+    """Weights of keys at int32 ``distance``: the weight less 128 as int8, and int32 whose sum is the row's."""
+    if INTERPRET:
+        p = (_intensity(distance.to(tl.uint32, bitcast=True), exp_bits, False) + 128) >> 8
+        return (p - 128).to(tl.int8), p
+    else:
+        f = tl.zeros_like(distance) + exp_bits
+        m = tl.zeros_like(distance) - (1 << (32 - exp_bits))
+        return tl.inline_asm_elementwise(
+            _STANDARD, "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [distance, f, m],
+            dtype=(tl.int8, tl.int32), is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def weights_high(distance, exp_bits, INTERPRET: tl.constexpr):
+    """Upper and lower plane of 16-bit weights (the upper less 128), and int32 whose sum is the row's."""
+    if INTERPRET:
+        p = _intensity(distance.to(tl.uint32, bitcast=True), exp_bits, True) - 1
+        upper = (p + 128) >> 8
+        return (upper - 128).to(tl.int8), (p - (upper << 8)).to(tl.int8), p
+    else:
+        f = tl.zeros_like(distance) + exp_bits
+        m = tl.zeros_like(distance) - (1 << (32 - exp_bits))
+        return tl.inline_asm_elementwise(
+            _HIGH, "=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [distance, f, m],
+            dtype=(tl.int8, tl.int8, tl.int32), is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def leading_zeros(x, INTERPRET: tl.constexpr):
+    """Leading zero bits of positive int32 x."""
+    if INTERPRET:
+        n = tl.zeros_like(x)
+        for i in tl.static_range(5):
+            width: tl.constexpr = 16 >> i
+            small = (x >> (32 - width)) == 0
+            n += tl.where(small, width, 0)
+            x = tl.where(small, x << width, x)
+            # An int32 that has its sign bit set shifts in ones; it is nonzero all the same.
+        return n
+    else:
+        return tl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reciprocal(row_sum, BITS: tl.constexpr, PEAK: tl.constexpr, INTERPRET: tl.constexpr):
+    """2^BITS / row_sum within one unit, int32: three Newton steps on high words, from a linear seed."""
+    row_sum = tl.maximum(row_sum, PEAK)
+    leading = leading_zeros(row_sum, INTERPRET)
+    divisor = (row_sum << leading).to(tl.uint32, bitcast=True)
+    slope = tl.full(divisor.shape, 2021161080, tl.uint32)
+    estimate = tl.full(divisor.shape, 3031741620, tl.uint32) - tl.umulhi(divisor, slope)
+    for _ in tl.static_range(3):
+        error = tl.full(divisor.shape, 2147483648, tl.uint32) - tl.umulhi(divisor, estimate)
+        estimate = (tl.umulhi(estimate, error) << 2) + 2
+    return (estimate >> (62 - BITS - leading).to(tl.uint32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def multiply_high(a, b):
+    """High word of the product of two int32."""
+    return ((a.to(tl.int64) * b.to(tl.int64)) >> 32).to(tl.int32)

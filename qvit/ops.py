@@ -1,0 +1,259 @@
+"""The operators: validate, choose a backend by device, launch. Both are torch.library ops with fake implementations.
+
+Nothing here synchronises with the host, and nothing falls back silently: a device that the chosen backend cannot serve
+raises.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from qvit import reference
+from qvit import scales as S
+from qvit.errors import BackendError
+
+BACKENDS = ("auto", "triton", "reference")
+PRECISIONS = ("standard", "high")
+ARITHMETICS = ("qvit", "paper", "paper_text")
+MAX_HEAD_DIM = 128
+MIN_CAPABILITY = (8, 0)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+exponent_bias = reference.exponent_bias
+
+
+@functools.cache
+def _triton_problem(device_type: str, index: int | None) -> str | None:
+    """Why Triton's kernels cannot run on a device, or None."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "this torch has no Triton"
+    if device_type == "cpu":
+        from qvit.kernels import numerics
+
+        return None if numerics.INTERPRETED else "the Triton kernels need an NVIDIA GPU"
+    if device_type != "cuda" or torch.version.hip is not None:
+        return f"the Triton kernels need an NVIDIA GPU, not {device_type} or ROCm"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < MIN_CAPABILITY:
+        return f"{torch.cuda.get_device_name(index)} has compute capability {capability}, the kernels need 8.0 or newer"
+    return None
+
+
+def select_backend(device: torch.device | str, backend: str = "auto") -> str:
+    """The backend that serves a device: "triton" or "reference".
+
+    "auto" is Triton on CUDA and the reference elsewhere.
+
+    Raises:
+        BackendError: Unknown name, or Triton is asked for (on CUDA, "auto" asks for it) where it cannot run.
+    """
+    if backend not in BACKENDS:
+        raise BackendError(f"backend must be one of {BACKENDS}, found {backend!r}")
+    device = torch.device(device)
+    if backend == "reference" or (backend == "auto" and device.type != "cuda"):
+        return "reference"
+    if problem := _triton_problem(device.type, device.index):
+        raise BackendError(f'{problem}; pass backend="reference" to run the (slow) PyTorch definition instead')
+    return "triton"
+
+
+# ---------------------------------------------------------------- torch.library
+
+_library = torch.library.Library("qvit", "DEF")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor constants, Tensor? bias, str precision, ScalarType out_dtype, "
+    "str backend) -> Tensor"
+)
+_library.define(
+    "attention_paper(Tensor q, Tensor k, Tensor v, Tensor constants, Tensor? bias, bool text, str backend) -> Tensor"
+)
+
+
+def _attention(q, k, v, constants, bias, precision, out_dtype, backend):
+    if select_backend(q.device, backend) == "reference":
+        return reference.attention(q, k, v, constants, bias, precision=precision, out_dtype=out_dtype)
+    from qvit.kernels import launch
+
+    batch, heads, tokens, head_dim = q.shape
+    out = torch.empty(batch, tokens, heads, head_dim, dtype=out_dtype, device=q.device)
+    if out.numel():
+        up = reference.out_shift(tokens, precision)
+        launch.attention(q, k, v, constants, bias, out, high=precision == "high", out_up=up)
+    return out
+
+
+def _attention_fake(q, k, v, constants, bias, precision, out_dtype, backend):
+    batch, heads, tokens, head_dim = q.shape
+    return q.new_empty(batch, tokens, heads, head_dim, dtype=out_dtype)
+
+
+def _attention_paper(q, k, v, constants, bias, text, backend):
+    if text or select_backend(q.device, backend) == "reference":
+        return reference.attention_paper(q, k, v, constants, bias, text=text)
+    from qvit.kernels import launch
+
+    batch, heads, tokens, head_dim = q.shape
+    out = torch.empty(batch, tokens, heads, head_dim, dtype=torch.int8, device=q.device)
+    if out.numel():
+        launch.attention_paper(q, k, v, constants, bias, out)
+    return out
+
+
+def _attention_paper_fake(q, k, v, constants, bias, text, backend):
+    batch, heads, tokens, head_dim = q.shape
+    return q.new_empty(batch, tokens, heads, head_dim, dtype=torch.int8)
+
+
+for _name, _impl, _fake in (
+    ("attention", _attention, _attention_fake),
+    ("attention_paper", _attention_paper, _attention_paper_fake),
+):
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"qvit::{_name}", _fake, lib=_library)
+
+
+# ---------------------------------------------------------------- what modules call
+
+
+def run_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    constants: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    arithmetic: str = "qvit",
+    precision: str = "standard",
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Integer attention for a module whose shapes are known to be right.
+
+    Args:
+        q, k, v: (B, H, N, D), float16, bfloat16 or float32, any strides.
+        constants: int32 (H, 6 * D + 8) on the same device; unused by the published arithmetics.
+        bias: For "qvit", int32 from :func:`exponent_bias`; else an additive float or bool mask. (G, H or 1, N, N),
+            where batch b takes bias[b % G].
+        softmax_scale: Factor of the scores.
+        arithmetic: "qvit", "paper" or "paper_text".
+        precision: "standard" or "high".
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        (B, N, H, D), contiguous, in q's type.
+    """
+    if bias is not None:
+        if q.shape[0] % bias.shape[0]:
+            raise BackendError(f"a bias for {bias.shape[0]} windows does not divide a batch of {q.shape[0]}")
+        bias = bias.expand(-1, q.shape[1], -1, -1)
+    if arithmetic == "qvit":
+        if bias is not None and bias.stride(-1) != 1:
+            bias = bias.contiguous()
+        return torch.ops.qvit.attention(q, k, v, constants, bias, precision, q.dtype, backend)
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (reference.quantize_tensor(x) for x in (q, k, v))
+    text = arithmetic == "paper_text"
+    units = reference.paper_constants(q_scale, k_scale, softmax_scale, text=text)
+    if bias is not None:
+        bias = reference.paper_bias(bias, q_scale, k_scale, softmax_scale).contiguous()
+    out = torch.ops.qvit.attention_paper(q8, k8, v8, units, bias, text, backend)
+    return (out * v_scale).to(q.dtype)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scales: S.Scales,
+    *,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str = "standard",
+    backend: str = "auto",
+) -> torch.Tensor:
+    """softmax(scale * q k^T + bias) v in integers, with static scales.
+
+    Args:
+        q, k, v: (B, H, N, D), float16, bfloat16 or float32, or int8 quantized with ``scales``; any strides, D <= 128.
+        scales: :class:`qvit.Scales`, calibrated or from :meth:`qvit.Scales.from_tensors`.
+        bias: Additive bias in natural-log units, broadcastable to (B, H, N, N). -inf masks a key.
+        mask: As in scaled_dot_product_attention: bool (True takes part) or additive float, broadcastable likewise. A
+            row with every key masked gives 0.
+        out_dtype: int8 (real = int * scales.o_scale), float16, bfloat16 or float32; default the type of q.
+        precision: "standard" (8-bit weights) or "high" (16-bit weights).
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        (B, N, H, D), contiguous. Transpose dimensions 1 and 2 for the layout of q.
+
+    Raises:
+        BackendError: Shapes, types or devices that do not go together, a head dimension above 128, a sequence whose
+            sums could leave int32, NaN or +inf in a mask on the CPU, or a backend that cannot serve the device.
+    """
+    _check(q, k, v, scales, out_dtype, precision)
+    addend = _combine(bias, mask, q)
+    constants = scales.constants(q.device)
+    if addend is not None:
+        addend = exponent_bias(addend, constants)
+        if addend.stride(-1) != 1:
+            addend = addend.contiguous()
+    return torch.ops.qvit.attention(q, k, v, constants, addend, precision, out_dtype or q.dtype, backend)
+
+
+def _check(q, k, v, scales, out_dtype, precision) -> None:
+    if q.ndim != 4 or q.shape != k.shape or q.shape != v.shape:
+        raise BackendError(
+            f"q, k and v must have one shape (B, H, N, D), found {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in (*FLOATS, torch.int8):
+        raise BackendError(
+            f"q, k and v must share one type of float16, bfloat16, float32 or int8, found {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if not (q.device == k.device == v.device):
+        raise BackendError(f"q, k and v must be on one device, found {q.device}, {k.device}, {v.device}")
+    if out_dtype is not None and out_dtype not in (*FLOATS, torch.int8):
+        raise BackendError(f"out_dtype must be int8, float16, bfloat16 or float32, found {out_dtype}")
+    if precision not in PRECISIONS:
+        raise BackendError(f"precision must be one of {PRECISIONS}, found {precision!r}")
+    if q.shape[-1] > MAX_HEAD_DIM:
+        raise BackendError(f"head dimension {q.shape[-1]} is above {MAX_HEAD_DIM}; leave this attention in float")
+    if (scales.num_heads, scales.head_dim) != (q.shape[1], q.shape[3]):
+        raise BackendError(
+            f"scales are for {scales.num_heads} heads of {scales.head_dim}, q has {q.shape[1]} of {q.shape[3]}"
+        )
+    if q.shape[2] > reference.MAX_TOKENS[precision]:
+        raise BackendError(
+            f"{q.shape[2]} tokens: sums of {precision} precision stay in int32 up to {reference.MAX_TOKENS[precision]}"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise BackendError("integer attention has no gradient: run under torch.no_grad() or detach q, k and v")
+
+
+def _combine(bias: torch.Tensor | None, mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """bias and mask as one additive (G, H or 1, N, N) tensor with G in {1, B}: bool, or float with -inf for masked."""
+    batch, heads, tokens, _ = q.shape
+    parts = []
+    for name, x in (("bias", bias), ("mask", mask)):
+        if x is None:
+            continue
+        if x.device != q.device:
+            raise BackendError(f"{name} is on {x.device}, q on {q.device}")
+        if not (x.is_floating_point() or (x.dtype == torch.bool and name == "mask")):
+            raise BackendError(f"{name} must be a float tensor{' or bool' * (name == 'mask')}, found {x.dtype}")
+        try:
+            torch.broadcast_shapes(x.shape, (batch, heads, tokens, tokens))
+        except RuntimeError as error:
+            raise BackendError(
+                f"{name} of shape {tuple(x.shape)} does not broadcast to (B, H, N, N) = {(batch, heads, tokens, tokens)}"
+            ) from error
+        if x.is_floating_point() and x.device.type == "cpu" and (x.isnan() | (x == float("inf"))).any():
+            raise BackendError(f"{name} holds NaN or +inf, which mean nothing; use -inf or False for a masked key")
+        x = x[(None,) * (4 - x.ndim)]
+        parts.append(x.expand(x.shape[0], x.shape[1], tokens, tokens))
+    if len(parts) == 2 and parts[1].dtype == torch.bool:
+        return parts[0].masked_fill(~parts[1], float("-inf"))
+    return parts[0] + parts[1] if len(parts) == 2 else parts[0] if parts else None
