@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import fx, nn
 
 from qvit.config import QuantConfig
 from qvit.errors import ConfigError, UnsupportedModuleError
@@ -184,7 +184,8 @@ def _judge(name: str, module: nn.Module, exclude: tuple[str, ...]) -> Site:
 
 def _looks_like_attention(module: nn.Module) -> bool:
     kind = type(module)
-    return _qualified_name(kind) in _REASON_OF or _LOOKS_LIKE_ATTENTION.search(kind.__name__) is not None
+    known = isinstance(module, tuple(ADAPTERS)) or _qualified_name(kind) in _REASON_OF
+    return known or _LOOKS_LIKE_ATTENTION.search(kind.__name__) is not None
 
 
 def _reason_for(module: nn.Module) -> str:
@@ -228,7 +229,7 @@ def _nothing_to_swap(model: nn.Module, left: list[Site]) -> str:
     kind = type(model).__name__
     if left:
         return f"no attention module of {kind} can be swapped: {_list(left)}"
-    if kind.endswith("GraphModule"):
+    if isinstance(model, fx.GraphModule):
         return "a traced GraphModule has no attention modules left; quantize the model first, then trace it"
     return (
         f"{kind} has no attention module that qvit knows; supported: {', '.join(h.__name__ for h in ADAPTERS)} of timm"
