@@ -1,7 +1,12 @@
-"""Shared by all tests: poisoned buffers, and a skip where there is no GPU."""
+"""Shared by all tests: Triton's interpreter and a skip where there is no GPU, and poisoned buffers."""
+
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 
 
 @pytest.fixture

@@ -20,7 +20,9 @@ from qvit.kernels import attend, pack
 
 _OPCODE = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_]*)")
 _FLOAT = re.compile(r"^(F|H|D|MUFU|I2F|UF|UI2F)")
-_INTEGER = {"FLO", "FENCE", "DEPBAR"}  # find leading one, and two barriers: no arithmetic
+_INTEGER = {"FLO", "UFLO", "FENCE", "DEPBAR"}  # find leading one, and two barriers: no arithmetic
+# The assembler's way to load an immediate on the other pipe: zero times zero plus the bits of a constant.
+_IMMEDIATE = re.compile(r"HFMA2(?:\.MMA)? R\d+, -RZ, RZ, [-+.0-9a-zA-Z]+, [-+.0-9a-zA-Z]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Compiled:
 
     @property
     def opcodes(self) -> collections.Counter:
-        return collections.Counter(m.group(1) for line in self.sass.splitlines() if (m := _OPCODE.search(line)))
+        lines = (line for line in self.sass.splitlines() if not _IMMEDIATE.search(line))
+        return collections.Counter(m.group(1) for line in lines if (m := _OPCODE.search(line)))
 
     @property
     def float_instructions(self) -> list[str]:
