@@ -85,6 +85,7 @@ _REASONS = {
     "not_in_registry": (
         "timm.layers.lambda_layer.LambdaLayer",
         "timm.models.csatv2.SpatialTransformerBlock",
+        "timm.models.convit.GPSA",
         "timm.models.convit.MHSA",
         "timm.models.iformer.SHMA",
         "timm.models.efficientvit_mit.LiteMLA",

@@ -75,7 +75,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     document, tensors = _read(path)
     try:
         config = QuantConfig.from_dict(document["config"])
-        layers, fingerprint, sqnr = document["layers"], document["fingerprint"], document["sqnr_db"]
+        layers, fingerprint, sqnr = (dict(document[key]) for key in ("layers", "fingerprint", "sqnr_db"))
         scales = {n: Scales.from_constants(tensors[_PREFIX + n], layer["softmax_scale"]) for n, layer in layers.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError, QvitError) as e:
         raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e

@@ -1,0 +1,205 @@
+"""save and load: the same integers come back, and a file meets only the model and the weights it was made for."""
+
+import json
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+
+import qvit
+from qvit.errors import CheckpointError, UnsupportedModuleError
+
+IMAGES = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+
+
+def make(architecture="vit_tiny_patch16_224", seed=0, **changes):
+    torch.manual_seed(seed)
+    if architecture.startswith("vit"):
+        changes = {"depth": 2, "embed_dim": 48, **changes}
+    else:
+        changes = {"depths": (2, 2), "embed_dim": 32, "num_heads": (1, 2), **changes}
+    return timm.create_model(architecture, img_size=48, num_classes=5, **changes).eval()
+
+
+SWIN = "swin_tiny_patch4_window7_224"
+CONFIG = qvit.QuantConfig(precision="high", granularity="head", calibration=qvit.CalibrationConfig("mse", batches=2))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "vit.qvit.safetensors"
+    qvit.save(qvit.quantize(make(), [IMAGES], CONFIG), path)
+    return path
+
+
+def rewrite(path, change_document=None, change_tensors=None):
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        document = json.loads(file.metadata()["qvit"])
+    tensors = load_file(path)
+    document = change_document(document) if change_document else document
+    tensors = change_tensors(tensors) if change_tensors else tensors
+    save_file(tensors, path, metadata={"qvit": json.dumps(document)})
+
+
+@pytest.mark.parametrize("architecture", ["vit_tiny_patch16_224", SWIN])
+@pytest.mark.parametrize("arithmetic", ["qvit", "paper"])
+@torch.no_grad()
+def test_round_trip(tmp_path, architecture, arithmetic):
+    path = tmp_path / "q.safetensors"
+    model = make(architecture)
+    config = qvit.QuantConfig(arithmetic=arithmetic, exclude=["*.0.*.1.attn"] if architecture == SWIN else [])
+    qvit.quantize(model, [IMAGES], config)
+    qvit.save(model, path)
+    twin = make(architecture)
+    assert qvit.load(twin, path) is twin
+    assert torch.equal(twin(IMAGES), model(IMAGES))
+    assert qvit.report(twin).to_dict() == qvit.report(model).to_dict()
+    buffers = dict(twin.named_buffers())
+    assert all(torch.equal(buffers[name], value) for name, value in model.named_buffers() if value is not None)
+    assert {site.qvit_record.config for site in twin.modules() if hasattr(site, "qvit_record")} == {config}
+    qvit.restore(twin)
+    assert torch.equal(twin(IMAGES), make(architecture)(IMAGES))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("saved_half", [True, False])
+@torch.no_grad()
+def test_half_precision_copies_know_each_other(tmp_path, dtype, saved_half):
+    path = tmp_path / "q.safetensors"
+    model, twin = make().to(dtype), make()
+    if not saved_half:
+        model, twin = twin, model
+    qvit.save(qvit.quantize(model, [IMAGES]), path)
+    qvit.load(twin, path)
+    for a, b in zip(model.blocks, twin.blocks):
+        assert torch.equal(a.attn.qvit_constants, b.attn.qvit_constants)
+
+
+def test_save_of_a_float_model(tmp_path):
+    with pytest.raises(CheckpointError, match="quantize"):
+        qvit.save(make(), tmp_path / "q.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_save_where_nothing_can_be_written(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot write"):
+        qvit.save(qvit.quantize(make(), [IMAGES]), tmp_path / "no" / "folder.safetensors")
+
+
+def assert_refused(model, path, words, error=CheckpointError):
+    kinds = [type(m) for m in model.modules()]
+    names = [sorted(vars(m)) for m in model.modules()]
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(error, match=words):
+        qvit.load(model, path)
+    assert [type(m) for m in model.modules()] == kinds
+    assert [sorted(vars(m)) for m in model.modules()] == names
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert not [n for n, _ in model.named_buffers() if "qvit" in n]
+
+
+@pytest.mark.parametrize(
+    "other, words",
+    [
+        ({"depth": 3}, "'blocks.2.attn'"),
+        ({"depth": 1}, "'blocks.1.attn'"),
+        ({"num_heads": 6}, "heads"),
+        ({"architecture": SWIN}, "layers.0"),
+        ({"seed": 1}, "other weights"),
+    ],
+)
+def test_another_model(saved, other, words):
+    assert_refused(make(**other), saved, words)
+
+
+@torch.no_grad()
+def test_one_changed_weight(saved):
+    model = make()
+    model.blocks[1].attn.proj.weight[3, 4] += 0.01
+    assert_refused(model, saved, "other weights")
+
+
+def test_another_scale(saved):
+    model = make()
+    for block in model.blocks:
+        block.attn.fused_attn, block.attn.scale = False, 0.5
+    assert_refused(model, saved, "softmax_scale")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 1000, -1])
+def test_truncated_file(saved, keep):
+    saved.write_bytes(saved.read_bytes()[:keep])
+    assert_refused(make(), saved, "cannot read")
+
+
+def test_missing_file(tmp_path):
+    assert_refused(make(), tmp_path / "nothing.safetensors", "nothing.safetensors")
+
+
+def test_pickles_are_not_opened(tmp_path):
+    path = tmp_path / "evil.safetensors"
+    torch.save({"qvit": 1}, path)
+    assert_refused(make(), path, "cannot read")
+
+
+def test_foreign_safetensors(tmp_path):
+    path = tmp_path / "foreign.safetensors"
+    save_file({"a": torch.zeros(2)}, path)
+    assert_refused(make(), path, "not one saved by qvit")
+
+
+def without(key):
+    return lambda d: {k: v for k, v in d.items() if k != key}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda d: {**d, "format_version": 99}, "99"),
+        (without("config"), "damaged.*config"),
+        (without("layers"), "damaged.*layers"),
+        (without("fingerprint"), "damaged.*fingerprint"),
+        (without("sqnr_db"), "damaged.*sqnr_db"),
+        (lambda d: {**d, "fingerprint": {}}, "other weights"),
+        (lambda d: {**d, "fingerprint": 3}, "damaged"),
+        (lambda d: {**d, "sqnr_db": None}, "damaged"),
+        (lambda d: {**d, "layers": {}}, "does not fit"),
+        (lambda d: {**d, "layers": {"x": {}}}, "damaged"),
+        (lambda d: {**d, "config": {"precision": "low"}}, "damaged.*precision"),
+        (lambda d: [d], "not one saved by qvit"),
+    ],
+)
+def test_damaged_metadata(saved, change, words):
+    rewrite(saved, change_document=change)
+    assert_refused(make(), saved, words)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.float(),
+        lambda t: t[:, :-1].contiguous(),
+        lambda t: t[:2].contiguous(),
+        lambda t: torch.zeros_like(t),
+        lambda t: t[0].contiguous(),
+    ],
+    ids=["dtype", "width", "heads", "zeros", "rank"],
+)
+def test_damaged_constants(saved, change):
+    rewrite(saved, change_tensors=lambda tensors: {k: change(v) for k, v in tensors.items()})
+    assert_refused(make(), saved, "damaged")
+
+
+def test_missing_constants(saved):
+    rewrite(saved, change_tensors=lambda tensors: dict(list(tensors.items())[:1]))
+    assert_refused(make(), saved, "damaged")
+
+
+def test_model_in_the_wrong_state(saved):
+    assert_refused(make().train(), saved, "training", UnsupportedModuleError)
+    model = qvit.load(make(), saved)
+    with pytest.raises(UnsupportedModuleError, match="already quantized"):
+        qvit.load(model, saved)
