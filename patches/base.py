@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -225,12 +225,3 @@ def attention_mask(
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q and k in v's dtype: under autocast a query/key normalisation gives float32 beside a half-precision v."""
     return q.to(v.dtype), k.to(v.dtype), v
-
-
-def register_notrace(cls: type[Any]) -> type[Any]:
-    """Makes the class a leaf for timm's symbolic tracing, where this timm has it."""
-    try:
-        from timm.layers import register_notrace_module
-    except ImportError:  # timm before 1.0 keeps it in another place
-        from timm.models._features_fx import register_notrace_module
-    return register_notrace_module(cls)

@@ -11,17 +11,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from timm.layers import register_notrace_module
 from timm.models.swin_transformer import WindowAttention
 from torch import nn
 
 from qvit import ops
 from qvit.config import QuantConfig
 from qvit.errors import UnsupportedModuleError
-from qvit.patches.base import CoreInputs, QuantizedModule, core_bias, register_notrace
+from qvit.patches.base import CoreInputs, QuantizedModule, core_bias
 from qvit.scales import Scales
 
 
-@register_notrace
+@register_notrace_module  # a leaf for symbolic tracing
 class QuantizedWindowAttention(QuantizedModule, WindowAttention):
     """`WindowAttention` with an integer core. Rows of the batch are windows; row r uses mask r % num_windows."""
 

@@ -10,13 +10,14 @@ Query/key normalisation, the normalisation and the gate before the output projec
 from __future__ import annotations
 
 import torch
+from timm.layers import register_notrace_module
 from timm.models.vision_transformer import Attention
 from torch import nn
 
-from qvit.patches.base import CoreInputs, QuantizedModule, attention_mask, core_bias, register_notrace, same_dtype
+from qvit.patches.base import CoreInputs, QuantizedModule, attention_mask, core_bias, same_dtype
 
 
-@register_notrace
+@register_notrace_module  # a leaf for symbolic tracing
 class QuantizedAttention(QuantizedModule, Attention):
     """`Attention` with an integer core."""
 
