@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report = run(parse_arguments(arguments))
     except QvitError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     return 0 if report["passed"] else 1
 

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = run_evaluation(options, CONFIGS)
         write_report(report, args.output)
     except QvitError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     print(format_report(report))
     return 0

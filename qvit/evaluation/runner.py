@@ -247,9 +247,10 @@ def _models(
         quantized = qvit.quantize(deepcopy(host), calibration, quantization)
         report = qvit.report(quantized)
         if report.swapped < max(1, expected):
+            left = ", ".join(f"{row.name} ({row.reason})" for row in report.rows if row.status == "left")
             raise UnsupportedModuleError(
                 f"{report.swapped} of {report.total} attention modules were swapped, the configuration expects "
-                f"{expected}: this would not measure the quantized model. {report}"
+                f"{expected}: this would not measure the quantized model. Left in float: {left or 'none known'}"
             )
         models[name], reports[name] = quantized, {"swapped": report.swapped, "total": report.total}
     return models, reports
