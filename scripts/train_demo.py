@@ -29,14 +29,6 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 BATCH, WARMUP, PEAK_RATE = 128, 100, 1.5e-3
 
 
-def nudge(digits: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
-    """Shift each digit (n, 16, 16) by up to one pixel and dim it a little."""
-    padded = np.pad(digits, ((0, 0), (1, 1), (1, 1)))
-    corner = rng.randint(3, size=(len(digits), 2, 1)) + np.arange(16)
-    shifted = padded[np.arange(len(digits))[:, None, None], corner[:, 0, :, None], corner[:, 1, None, :]]
-    return shifted * rng.uniform(0.7, 1.0, size=(len(digits), 1, 1))
-
-
 def train(model: torch.nn.Module, steps: int, seed: int) -> torch.nn.Module:
     """Train from scratch with AdamW and a cosine schedule; returns the moving average of the weights."""
     digits, labels = demo_digits("train")
@@ -49,7 +41,8 @@ def train(model: torch.nn.Module, steps: int, seed: int) -> torch.nn.Module:
     model.train()
     for _ in (bar := trange(steps, unit="step")):
         chosen = rng.randint(len(digits), size=BATCH)
-        images = demo_normalise(demo_canvas(nudge(digits[chosen], rng), rng))
+        brightness = rng.uniform(0.7, 1.0, size=(BATCH, 1, 1))
+        images = demo_normalise(demo_canvas(digits[chosen] * brightness, rng))
         loss = F.cross_entropy(model(images), torch.from_numpy(labels[chosen]), label_smoothing=0.1)
         optimizer.zero_grad()
         loss.backward()
