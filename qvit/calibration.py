@@ -267,7 +267,7 @@ def _find_clips(
         with _naming_layer(site.name):
             gains = channel_gains(ranges[site.name], **_vectors(config))
         observers[site.name] = _HistogramObserver(ranges[site.name], gains, config.granularity)
-    _run(model, batches, targets, observers)
+    _run(model, tqdm(batches, desc="finding clips", unit="batch", leave=False), targets, observers)
     return {name: observer.clip(config.calibration) for name, observer in observers.items()}
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from qvit.config import QuantConfig
 from qvit.discovery import Site, find_attention, plan_swap
-from qvit.errors import CheckpointError, QvitError
+from qvit.errors import CheckpointError, ConfigError, QvitError
 from qvit.scales import Scales
 from qvit.surgery import swap_all
 
@@ -35,7 +35,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Args:
         model: A quantized model.
-        path: File to write, by custom `*.qvit.safetensors`.
+        path: File to write, by convention `*.qvit.safetensors`.
 
     Raises:
         CheckpointError: The model is not quantized, or the file cannot be written.
@@ -80,7 +80,10 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError, QvitError) as e:
         raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
     with torch.inference_mode(False), torch.no_grad():
-        sites = plan_swap(model, config)
+        try:
+            sites = plan_swap(model, config)
+        except ConfigError as e:  # a pattern of the file's config finds nothing here
+            raise CheckpointError(f"{path} does not fit the model: {e}") from e
         _require_same_layers(sites, layers, scales, path)
         if not set(_fingerprint(sites).items()) & set(fingerprint.items()):
             raise CheckpointError(

@@ -115,6 +115,12 @@ def test_another_model(saved, other, words):
     assert_refused(make(**other), saved, words)
 
 
+def test_excluded_layer_that_the_model_has_not(tmp_path):
+    path = tmp_path / "q.safetensors"
+    qvit.save(qvit.quantize(make(), [IMAGES], qvit.QuantConfig(exclude=("blocks.1.*",))), path)
+    assert_refused(make(depth=1), path, "blocks.1")
+
+
 @torch.no_grad()
 def test_one_changed_weight(saved):
     model = make()
