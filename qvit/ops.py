@@ -211,7 +211,7 @@ def _check(q, k, v, scales, out_dtype, precision) -> None:
         )
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in (*FLOATS, torch.int8):
         raise BackendError(
-            f"q, k and v must share one type of float16, bfloat16, float32 or int8, found {q.dtype}, {k.dtype}, {v.dtype}"
+            f"q, k and v must share a type: float16, bfloat16, float32 or int8; found {q.dtype}, {k.dtype}, {v.dtype}"
         )
     if not (q.device == k.device == v.device):
         raise BackendError(f"q, k and v must be on one device, found {q.device}, {k.device}, {v.device}")
@@ -248,7 +248,7 @@ def _combine(bias: torch.Tensor | None, mask: torch.Tensor | None, q: torch.Tens
             torch.broadcast_shapes(x.shape, (batch, heads, tokens, tokens))
         except RuntimeError as error:
             raise BackendError(
-                f"{name} of shape {tuple(x.shape)} does not broadcast to (B, H, N, N) = {(batch, heads, tokens, tokens)}"
+                f"{name} of shape {tuple(x.shape)} does not broadcast to {(batch, heads, tokens, tokens)}"
             ) from error
         if x.is_floating_point() and x.device.type == "cpu" and (x.isnan() | (x == float("inf"))).any():
             raise BackendError(f"{name} holds NaN or +inf, which mean nothing; use -inf or False for a masked key")

@@ -187,9 +187,7 @@ def _distances(
 def _value_product(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Exact P V, int64: float32 matrix products over at most 512 keys each."""
     tokens = v.shape[2]
-    parts = (
-        _exact_product(weights[..., i : i + 512], v[:, :, i : i + 512]).long() for i in range(0, tokens, 512)
-    )
+    parts = (_exact_product(weights[..., i : i + 512], v[:, :, i : i + 512]).long() for i in range(0, tokens, 512))
     return sum(parts)
 
 

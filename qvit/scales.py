@@ -104,7 +104,9 @@ def channel_gains(ranges: Ranges, *, k_offset: bool, qk_balance: bool, v_channel
         alive = (ranges.q_absmax > _DEAD_CHANNEL * ranges.q_absmax.max()) & (k_absmax > _DEAD_CHANNEL * k_absmax.max())
         balance = torch.where(alive, k_absmax / ranges.q_absmax.clamp_min(_MIN_RANGE), ones).clamp_min(1e-12).sqrt()
         # A dead channel follows its head; the geometric mean of a head's gains is one, so that q and k share the range.
-        mean = torch.where(alive, balance.log(), 0 * ones).sum(1, keepdim=True) / alive.sum(1, keepdim=True).clamp_min(1)
+        mean = torch.where(alive, balance.log(), 0 * ones).sum(1, keepdim=True) / alive.sum(1, keepdim=True).clamp_min(
+            1
+        )
         balance = torch.where(alive, balance / mean.exp(), ones)
     if v_channels:
         v_gain = 1 / ranges.v_absmax.clamp_min(_DEAD_CHANNEL * ranges.v_absmax.max())
@@ -151,7 +153,9 @@ def build_scales(
         base[name] = top[:, None] / QMAX  # (H, 1), scale of the normalised tensor
     o_scale = ranges.o_absmax if granularity == "head" else ranges.o_absmax.max().expand(len(ranges.o_absmax))
     o_scale = o_scale.clamp_min(_DEAD_CHANNEL * ranges.v_absmax.max()) / QMAX
-    exp_bits, exp_mult, shrink = _exponent_units(base["q"] * base["k"] * softmax_scale * LOG2E, ranges.q_absmax.shape[1])
+    exp_bits, exp_mult, shrink = _exponent_units(
+        base["q"] * base["k"] * softmax_scale * LOG2E, ranges.q_absmax.shape[1]
+    )
     shrink = shrink.sqrt()
     return Scales(
         q_mult=gains.q_gain / base["q"] * shrink,

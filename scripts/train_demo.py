@@ -29,6 +29,14 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 BATCH, WARMUP, PEAK_RATE = 128, 100, 1.5e-3
 
 
+def blend(digits: np.ndarray, labels: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
+    """Dim each digit (n, 16, 16) a little and mix it with another one of its class."""
+    keys = labels[:, None] != labels[None, :]
+    partners = (keys + rng.uniform(size=keys.shape)).argmin(1)
+    share = rng.uniform(0.5, 1.0, size=(len(digits), 1, 1))
+    return (share * digits + (1 - share) * digits[partners]) * rng.uniform(0.7, 1.0, size=share.shape)
+
+
 def train(model: torch.nn.Module, steps: int, seed: int) -> torch.nn.Module:
     """Train from scratch with AdamW and a cosine schedule; returns the moving average of the weights."""
     digits, labels = demo_digits("train")
@@ -41,8 +49,8 @@ def train(model: torch.nn.Module, steps: int, seed: int) -> torch.nn.Module:
     model.train()
     for _ in (bar := trange(steps, unit="step")):
         chosen = rng.randint(len(digits), size=BATCH)
-        brightness = rng.uniform(0.7, 1.0, size=(BATCH, 1, 1))
-        images = demo_normalise(demo_canvas(digits[chosen] * brightness, rng))
+        mixed = blend(digits[chosen], labels[chosen], rng)
+        images = demo_normalise(demo_canvas(mixed, rng))
         loss = F.cross_entropy(model(images), torch.from_numpy(labels[chosen]), label_smoothing=0.1)
         optimizer.zero_grad()
         loss.backward()

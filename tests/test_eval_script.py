@@ -292,8 +292,8 @@ def test_demo_passes_its_gates(script, demo, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.5, 1e-3], ids=["scale_times_1.5", "uniform_softmax"])
 def test_demo_gates_catch_a_wrong_softmax(script, demo, tmp_path, monkeypatch, factor: float) -> None:
-    scale = QuantizedModule.softmax_scale.__func__
-    monkeypatch.setattr(QuantizedModule, "softmax_scale", classmethod(lambda cls, m: factor * scale(cls, m)))
+    scale = QuantizedModule.scale_of.__func__
+    monkeypatch.setattr(QuantizedModule, "scale_of", classmethod(lambda cls, m: factor * scale(cls, m)))
     output = tmp_path / "results.json"
     assert script.main(demo_arguments(demo, output)) == 1
     gates = json.loads(output.read_text())["gates"]["quantized"]

@@ -13,11 +13,10 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = pytest.mark.skipif(not (CUDA or numerics.INTERPRETED), reason="needs a GPU or Triton's interpreter")
 
-# Small enough for the interpreter; the GPU takes the whole grid as well.
+# Small enough for the interpreter; a GPU takes the grid of sequence lengths and head dimensions as well.
 SHAPES = [(1, 1, 1, 16), (2, 2, 49, 32), (1, 2, 65, 48), (1, 1, 130, 72), (1, 2, 197, 64), (1, 1, 64, 128)]
-if CUDA:
-    SHAPES += [(2, 3, n, d) for n in (1, 16, 50, 64, 144, 196, 198, 257, 320, 321, 577, 1025) for d in
-               (16, 20, 32, 48, 64, 72, 80, 88, 96, 104, 128)]  # fmt: skip
+GRID_N = (1, 16, 49, 50, 64, 144, 196, 197, 198, 257, 320, 321, 577, 1025)
+GRID_D = (16, 20, 32, 48, 64, 72, 80, 88, 96, 104, 128)
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.int8]
 
 
@@ -56,6 +55,16 @@ def test_kernel_equals_reference(shape, dtype, precision, poisoned):
         assert torch.equal(*both(qkv, scales, precision=precision, out_dtype=out_dtype))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", GRID_D, ids="D{}".format)
+@pytest.mark.parametrize("precision", ["standard", "high"])
+def test_kernel_equals_reference_over_the_grid(head_dim, precision, poisoned):
+    for tokens in GRID_N:
+        qkv, scales = operands((2, 3, tokens, head_dim), torch.float16)
+        for out_dtype in (torch.float16, torch.int8):
+            assert torch.equal(*both(qkv, scales, precision=precision, out_dtype=out_dtype)), f"N={tokens} {out_dtype}"
+
+
 def masks(shape):
     batch, heads, tokens, _ = shape
     torch.manual_seed(1)
@@ -81,7 +90,7 @@ def masks(shape):
 
 @pytest.mark.parametrize("precision", ["standard", "high"])
 @pytest.mark.parametrize("name", masks((1, 1, 3, 1)))
-@pytest.mark.parametrize("shape", SHAPES[1:3] + SHAPES[6::7], ids=named)
+@pytest.mark.parametrize("shape", SHAPES[1:5] if CUDA else SHAPES[1:3], ids=named)
 def test_bias_and_masks_equal_reference(shape, name, precision, poisoned):
     qkv, scales = operands(shape, torch.float16)
     assert torch.equal(*both(qkv, scales, precision=precision, **masks(shape)[name]))
@@ -136,7 +145,7 @@ def test_bad_values_behave_alike():
     assert torch.equal(*both((q, k, v), scales))
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[4:5] + SHAPES[9::13], ids=named)
+@pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[4:5], ids=named)
 def test_paper_kernel_equals_reference(shape):
     for limit in (0.01, 0.25, 1.0, 4.0, 64.0):
         (q, k, v), _ = operands(shape, torch.float32)
@@ -155,16 +164,15 @@ def test_assembly_equals_its_plain_twin():
     import triton.language as tl
 
     @triton.jit
-    def kernel(x_ptr, f, p_ptr, l_ptr, s_ptr, HIGH: tl.constexpr, TWIN: tl.constexpr):
+    def kernel(x_ptr, f, p_ptr, l_ptr, HIGH: tl.constexpr, TWIN: tl.constexpr):
         o = tl.program_id(0) * 1024 + tl.arange(0, 1024)
         x = tl.load(x_ptr + o)
         if HIGH:
-            p, low, s = numerics.weights_high(x, f, TWIN)
+            p, low = numerics.weights_high(x, f, TWIN)
             tl.store(l_ptr + o, low)
         else:
-            p, s = numerics.weights_standard(x, f, TWIN)
+            p = numerics.weights_standard(x, f, TWIN)
         tl.store(p_ptr + o, p)
-        tl.store(s_ptr + tl.program_id(0), tl.sum(s))
 
     for f in (7, 10, 21, 22):
         edges = ((torch.arange(0, 60)[:, None] << f) + torch.arange(-3, 4)).flatten()
@@ -175,9 +183,8 @@ def test_assembly_equals_its_plain_twin():
             results = []
             for twin in (False, True):
                 p, low = torch.zeros(2, 1 << 20, dtype=torch.int8, device="cuda")
-                s = torch.zeros(1024, dtype=torch.int32, device="cuda")
-                kernel[(1024,)](x, f, p, low, s, HIGH=high, TWIN=twin)
-                results.append((p, low, s))
+                kernel[(1024,)](x, f, p, low, HIGH=high, TWIN=twin)
+                results.append((p, low))
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

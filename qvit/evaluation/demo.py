@@ -18,7 +18,7 @@ _VAL_PLACES = 2  # each digit of the other third is shown at two places: 1,198 p
 _DIGIT = 16  # edge of a digit on the canvas, twice what scikit-learn stores
 _FRAGMENT = 6
 _FRAGMENTS = 4
-_GRID = 4  # digits and fragments start on multiples of this
+_DIGIT_GRID, _FRAGMENT_GRID = 8, 4  # they start on multiples of these
 _LARGEST_VALUE = 16  # the digits are stored as 0..16
 
 
@@ -62,8 +62,8 @@ def demo_canvas(digits: np.ndarray, rng: np.random.RandomState) -> torch.Tensor:
     for _ in range(_FRAGMENTS):
         others = digits[rng.randint(len(digits), size=len(digits), dtype=np.int64)]
         cut = _windows(rng, len(digits), _DIGIT, _FRAGMENT, grid=1)
-        _paste(canvas, _windows(rng, len(digits), DEMO_SIZE, _FRAGMENT, _GRID), others[cut])
-    canvas[_windows(rng, len(digits), DEMO_SIZE, _DIGIT, _GRID)] = digits
+        _paste(canvas, _windows(rng, len(digits), DEMO_SIZE, _FRAGMENT, _FRAGMENT_GRID), others[cut])
+    canvas[_windows(rng, len(digits), DEMO_SIZE, _DIGIT, _DIGIT_GRID)] = digits
     # All values are multiples of 1/256 in float64, hence exact, so that they round the same everywhere.
     pictures = torch.from_numpy((canvas * 255).round().astype(np.uint8))
     return pictures[:, None].expand(-1, 3, -1, -1).contiguous()

@@ -13,14 +13,18 @@ TILE = 64  # keys of a tile
 
 
 @triton.jit
-def _exponent(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_n, mult, N, MASK: tl.constexpr, BIAS: tl.constexpr, DP: tl.constexpr):
+def _exponent(
+    q, k_ptr, bias_ptr, stride_bias_m, o_m, o_n, mult, N, MASK: tl.constexpr, BIAS: tl.constexpr, DP: tl.constexpr
+):
     """Exponents [BLOCK_M, keys], int32, in units of 2^-F octaves; masked keys and those past N hold MASKED."""
     o_d = tl.arange(0, DP)
     k = tl.load(k_ptr + o_n[None, :] * DP + o_d[:, None])
     e = tl.dot(q, k, out_dtype=tl.int32) * mult
     if BIAS:
         where = (o_m < N)[:, None] & (o_n < N)[None, :]
-        bias = tl.load(bias_ptr + o_m.to(tl.int64)[:, None] * stride_bias_m + o_n[None, :], mask=where, other=numerics.MASKED)
+        bias = tl.load(
+            bias_ptr + o_m.to(tl.int64)[:, None] * stride_bias_m + o_n[None, :], mask=where, other=numerics.MASKED
+        )
         e = tl.where(bias == numerics.MASKED, numerics.MASKED, e + bias)
     elif MASK:
         e = tl.where((o_n < N)[None, :], e, numerics.MASKED)
@@ -29,7 +33,8 @@ def _exponent(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_n, mult, N, MASK: tl.con
 
 @triton.jit
 def _add_tile(
-    acc, low, sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m, start, mult, exp_bits, N, NP,
+    acc, low, sums, low_sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m, start, mult,
+    exp_bits, N, NP,
     W: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -42,13 +47,16 @@ def _add_tile(
     distance = numerics.reorder_keys(distance, M, W)
     vt = tl.load(vt_ptr + o_d[:, None] * NP + o_n[None, :])
     columns += tl.load(sum_ptr + start // 64 * DP + o_d)
+    ones = tl.full([W, 16], 1, tl.int8)  # the row sum rides on the tensor cores
     if HIGH:
-        p, p_low, part = numerics.weights_high(distance, exp_bits, INTERPRET)
+        p, p_low = numerics.weights_high(distance, exp_bits, INTERPRET)
         low = tl.dot(p_low, tl.trans(vt), low, out_dtype=tl.int32)
+        low_sums = tl.dot(p_low, ones, low_sums, out_dtype=tl.int32)
     else:
-        p, part = numerics.weights_standard(distance, exp_bits, INTERPRET)
+        p = numerics.weights_standard(distance, exp_bits, INTERPRET)
     acc = tl.dot(p, tl.trans(vt), acc, out_dtype=tl.int32)
-    return acc, low, sums + tl.sum(part, 1), columns
+    sums = tl.dot(p, ones, sums, out_dtype=tl.int32)
+    return acc, low, sums, low_sums, columns
 
 
 @triton.jit(do_not_specialize=["group_magic", "full_tiles", "out_up"])
@@ -87,30 +95,34 @@ def attend_kernel(
     top = tl.max(best, 1)
     if TAIL:
         o_t = full_tiles * TILE + tl.arange(0, TAIL)
-        top = tl.maximum(top, tl.max(_exponent(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_t, mult, N, True, BIAS, DP), 1))
+        top = tl.maximum(
+            top, tl.max(_exponent(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_t, mult, N, True, BIAS, DP), 1)
+        )
 
     base = top + (1 << (exp_bits - 7)) + (numerics.SHIFT_OCTAVES << exp_bits)
     acc = tl.zeros([BLOCK_M, DP], tl.int32)
     low = tl.zeros([BLOCK_M, DP], tl.int32)
-    sums = tl.zeros([BLOCK_M], tl.int32)
+    sums = tl.zeros([BLOCK_M, 16], tl.int32)
+    low_sums = tl.zeros([BLOCK_M, 16], tl.int32)
     columns = tl.zeros([DP], tl.int32)
     for start in tl.range(0, full_tiles * TILE, TILE):
-        acc, low, sums, columns = _add_tile(
-            acc, low, sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m, start, mult, exp_bits,
-            N, NP, TILE, False, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
+        acc, low, sums, low_sums, columns = _add_tile(
+            acc, low, sums, low_sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m, start, mult,
+            exp_bits, N, NP, TILE, False, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
         )  # fmt: skip
     if TAIL:
-        acc, low, sums, columns = _add_tile(
-            acc, low, sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m, full_tiles * TILE, mult,
-            exp_bits, N, NP, TAIL, True, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
+        acc, low, sums, low_sums, columns = _add_tile(
+            acc, low, sums, low_sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m,
+            full_tiles * TILE, mult, exp_bits, N, NP, TAIL, True, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
         )  # fmt: skip
 
     acc += columns[None, :]
+    row_sum = tl.max(sums, 1) + 128 * (full_tiles * TILE + TAIL)
     if HIGH:
         acc = (acc << 2) + ((low + 32) >> 6)
-        inverse = numerics.reciprocal(sums, 44, 65192, INTERPRET)
+        inverse = numerics.reciprocal((row_sum << 8) + tl.max(low_sums, 1), 44, 65192, INTERPRET)
     else:
-        inverse = numerics.reciprocal(sums, 36, 255, INTERPRET)
+        inverse = numerics.reciprocal(row_sum, 36, 255, INTERPRET)
     col_mask = o_d < D
     if INT8_OUT:
         ratio = tl.load(c_ptr + 5 * D + o_d, mask=col_mask, other=0)

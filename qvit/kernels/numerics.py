@@ -1,6 +1,6 @@
 """Steps of the arithmetic that the kernels share; ``docs/numerics.md`` specifies them, ``qvit/reference.py`` defines them.
 
-Where PTX says in one instruction what Triton cannot (a clamping funnel shift, byte dot products), a step has an
+Where PTX says in one instruction what Triton cannot (a clamping funnel shift, a byte permutation), a step has an
 inline-assembly form and a plain twin. Triton's interpreter runs the twin; a GPU test holds the two equal.
 """
 
@@ -15,7 +15,9 @@ SHIFT_OCTAVES = tl.constexpr(17)
 # Four distances in, four weights out. q: whole octaves; g: complement of the fraction, then the 2^-g polynomial;
 # r: 16-bit intensity by a funnel shift of (1 : g), clamped at 32; a: two intensities packed by the multiply-add pipe.
 _DECLARE = ".reg .b32 q<4>, g<4>, h<4>, r<4>, a, b;"
-_OCTAVES = "".join(f"shr.u32 q{i}, ${{{i}}}, ${{f{i}}}; mad.lo.u32 g{i}, ${{{i}}}, ${{m{i}}}, 0xFFFFFFFF;" for i in range(4))
+_OCTAVES = "".join(
+    f"shr.u32 q{i}, ${{{i}}}, ${{f{i}}}; mad.lo.u32 g{i}, ${{{i}}}, ${{m{i}}}, 0xFFFFFFFF;" for i in range(4)
+)
 _CURVE = "".join(f"mad.hi.u32 h{i}, g{i}, 0x55555555, 0xAAAAAAAA; mul.hi.u32 g{i}, g{i}, h{i};" for i in range(4))
 _SHIFT = "".join(f"shf.r.clamp.b32 r{i}, g{i}, 1, q{i};" for i in range(4))
 _PAIR = "mad.lo.u32 a, r1, 65536, r0; mad.lo.u32 b, r3, 65536, r2;"
@@ -31,16 +33,13 @@ def _octaves(first: int) -> str:
 
 
 _STANDARD = tl.constexpr(
-    "{" + _DECLARE + _octaves(5) + _SHIFT + _PAIR
-    + "add.u32 a, a, 0x00800080; add.u32 b, b, 0x00800080; prmt.b32 a, a, b, 0x7531; xor.b32 $0, a, 0x80808080;"
-    + "dp4a.u32.u32 $1, a, 0x01010101, 0; mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $4, 0; }"
+    "{" + _DECLARE + _octaves(1) + _SHIFT + _PAIR
+    + "add.u32 a, a, 0x00800080; add.u32 b, b, 0x00800080; prmt.b32 a, a, b, 0x7531; xor.b32 $0, a, 0x80808080; }"
 )  # fmt: skip
 _HIGH = tl.constexpr(
-    "{" + _DECLARE + _octaves(6) + _CURVE + _SHIFT + _PAIR
-    + "mov.b32 q0, 0x0101; dp2a.lo.u32.u32 q1, a, q0, 0xFFFFFFFC; dp2a.lo.u32.u32 $2, b, q0, q1;"
+    "{" + _DECLARE + _octaves(2) + _CURVE + _SHIFT + _PAIR
     + "add.u32 a, a, 0x007F007F; add.u32 b, b, 0x007F007F;"
-    + "prmt.b32 h0, a, b, 0x7531; xor.b32 $0, h0, 0x80808080; prmt.b32 h1, a, b, 0x6420; xor.b32 $1, h1, 0x80808080;"
-    + "mov.b32 $3, 0; mov.b32 $4, 0; mov.b32 $5, 0; }"
+    + "prmt.b32 h0, a, b, 0x7531; xor.b32 $0, h0, 0x80808080; prmt.b32 h1, a, b, 0x6420; xor.b32 $1, h1, 0x80808080; }"
 )  # fmt: skip
 
 
@@ -82,32 +81,31 @@ def _intensity(distance, exp_bits, CURVE: tl.constexpr):
 
 @triton.jit
 def weights_standard(distance, exp_bits, INTERPRET: tl.constexpr):
-    """Weights of keys at int32 ``distance``: the weight less 128 as int8, and int32 whose sum is the row's."""
+    """Weights of keys at int32 ``distance``, less 128, int8."""
     if INTERPRET:
         p = (_intensity(distance.to(tl.uint32, bitcast=True), exp_bits, False) + 128) >> 8
-        return (p - 128).to(tl.int8), p
+        return (p - 128).to(tl.int8)
     else:
         f = tl.zeros_like(distance) + exp_bits
         m = tl.zeros_like(distance) - (1 << (32 - exp_bits))
         return tl.inline_asm_elementwise(
-            _STANDARD, "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [distance, f, m],
-            dtype=(tl.int8, tl.int32), is_pure=True, pack=4,
+            _STANDARD, "=r,r,r,r,r,r,r,r,r,r,r,r,r", [distance, f, m], dtype=tl.int8, is_pure=True, pack=4
         )  # fmt: skip
 
 
 @triton.jit
 def weights_high(distance, exp_bits, INTERPRET: tl.constexpr):
-    """Upper and lower plane of 16-bit weights (the upper less 128), and int32 whose sum is the row's."""
+    """Upper plane, less 128, and lower plane of 16-bit weights: weight = 256 * (upper + 128) + lower, int8 both."""
     if INTERPRET:
         p = _intensity(distance.to(tl.uint32, bitcast=True), exp_bits, True) - 1
         upper = (p + 128) >> 8
-        return (upper - 128).to(tl.int8), (p - (upper << 8)).to(tl.int8), p
+        return (upper - 128).to(tl.int8), (p - (upper << 8)).to(tl.int8)
     else:
         f = tl.zeros_like(distance) + exp_bits
         m = tl.zeros_like(distance) - (1 << (32 - exp_bits))
         return tl.inline_asm_elementwise(
-            _HIGH, "=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [distance, f, m],
-            dtype=(tl.int8, tl.int8, tl.int32), is_pure=True, pack=4,
+            _HIGH, "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [distance, f, m],
+            dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
         )  # fmt: skip
 
 

@@ -13,7 +13,22 @@ TILE = 64  # keys a program packs
 
 
 @triton.jit
-def _pack_rows(x_ptr, x_base, stride_n, stride_d, out_ptr, mult, offset, o_n, o_d, row_mask, col_mask, N, INT8: tl.constexpr, DP: tl.constexpr):
+def _pack_rows(
+    x_ptr,
+    x_base,
+    stride_n,
+    stride_d,
+    out_ptr,
+    mult,
+    offset,
+    o_n,
+    o_d,
+    row_mask,
+    col_mask,
+    N,
+    INT8: tl.constexpr,
+    DP: tl.constexpr,
+):
     x = tl.load(
         x_ptr + x_base + o_n.to(tl.int64)[:, None] * stride_n + o_d[None, :] * stride_d,
         mask=row_mask[:, None] & col_mask[None, :], other=0,
@@ -46,8 +61,38 @@ def pack_kernel(
     v_mult = tl.load(c_ptr + 3 * D, mask=col_mask, other=0).to(tl.float32, bitcast=True)
     zero = tl.zeros([DP], tl.float32)
     out = (i_b * H + i_h) * NP * DP
-    _pack_rows(q_ptr, i_b * stride_qb + i_h * stride_qh, stride_qn, stride_qd, q8_ptr + out, q_mult, zero, o_n, o_d, row_mask, col_mask, N, INT8, DP)
-    _pack_rows(k_ptr, i_b * stride_kb + i_h * stride_kh, stride_kn, stride_kd, k8_ptr + out, k_mult, k_offset, o_n, o_d, row_mask, col_mask, N, INT8, DP)
+    _pack_rows(
+        q_ptr,
+        i_b * stride_qb + i_h * stride_qh,
+        stride_qn,
+        stride_qd,
+        q8_ptr + out,
+        q_mult,
+        zero,
+        o_n,
+        o_d,
+        row_mask,
+        col_mask,
+        N,
+        INT8,
+        DP,
+    )
+    _pack_rows(
+        k_ptr,
+        i_b * stride_kb + i_h * stride_kh,
+        stride_kn,
+        stride_kd,
+        k8_ptr + out,
+        k_mult,
+        k_offset,
+        o_n,
+        o_d,
+        row_mask,
+        col_mask,
+        N,
+        INT8,
+        DP,
+    )
     o_k = i_n * TILE + numerics.key_at(tl.arange(0, TILE))
     v = tl.load(
         v_ptr + i_b * stride_vb + i_h * stride_vh + o_k.to(tl.int64)[:, None] * stride_vn + o_d[None, :] * stride_vd,

@@ -46,7 +46,9 @@ def paper_kernel(
     if BIAS:
         group = i_b - tl.umulhi(i_b.to(tl.uint32), group_magic.to(tl.uint32)).to(tl.int32) * groups
         bias_ptr += group.to(tl.int64) * stride_bias_g + i_h * stride_bias_h
-    q = tl.load(q_ptr + o_m[:, None] * stride_qn + o_d[None, :] * stride_qd, mask=(o_m < N)[:, None] & col_mask, other=0)
+    q = tl.load(
+        q_ptr + o_m[:, None] * stride_qn + o_d[None, :] * stride_qd, mask=(o_m < N)[:, None] & col_mask, other=0
+    )
     top = tl.full([TILE], MINIMUM, tl.int32)
     row_sum = tl.zeros([TILE], tl.int32)
     acc = tl.zeros([TILE, DP], tl.int32)
