@@ -29,12 +29,16 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 BATCH, WARMUP, PEAK_RATE = 128, 100, 1.5e-3
 
 
-def blend(digits: np.ndarray, labels: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
-    """Dim each digit (n, 16, 16) a little and mix it with another one of its class."""
-    keys = labels[:, None] != labels[None, :]
-    partners = (keys + rng.uniform(size=keys.shape)).argmin(1)
-    share = rng.uniform(0.5, 1.0, size=(len(digits), 1, 1))
-    return (share * digits + (1 - share) * digits[partners]) * rng.uniform(0.7, 1.0, size=share.shape)
+def warp(digits: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
+    """Turn, stretch and shift each digit (n, 16, 16) a little, and dim it."""
+    turn, stretch = rng.uniform(-0.2, 0.2, size=(2, len(digits)))
+    cos, sin = (1 + stretch / 2) * np.cos(turn), (1 + stretch / 2) * np.sin(turn)
+    shift = rng.uniform(-0.1, 0.1, size=(2, len(digits)))  # in halves of the digit's edge: 0.8 pixels
+    affine = np.stack([np.stack([cos, -sin, shift[0]], axis=1), np.stack([sin, cos, shift[1]], axis=1)], axis=1)
+    stored = torch.from_numpy(digits)[:, None]
+    grid = F.affine_grid(torch.from_numpy(affine), list(stored.shape), align_corners=False)
+    warped = F.grid_sample(stored, grid, align_corners=False)[:, 0].numpy()
+    return warped * rng.uniform(0.7, 1.0, size=(len(digits), 1, 1))
 
 
 def train(model: torch.nn.Module, steps: int, seed: int) -> torch.nn.Module:
@@ -49,8 +53,7 @@ def train(model: torch.nn.Module, steps: int, seed: int) -> torch.nn.Module:
     model.train()
     for _ in (bar := trange(steps, unit="step")):
         chosen = rng.randint(len(digits), size=BATCH)
-        mixed = blend(digits[chosen], labels[chosen], rng)
-        images = demo_normalise(demo_canvas(mixed, rng))
+        images = demo_normalise(demo_canvas(warp(digits[chosen], rng), rng))
         loss = F.cross_entropy(model(images), torch.from_numpy(labels[chosen]), label_smoothing=0.1)
         optimizer.zero_grad()
         loss.backward()
