@@ -36,7 +36,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--transform", help='changes to the YAML\'s data section: "antialias: false, crop_pct: 1.0"')
     parser.add_argument("--precision", choices=("standard", "high"))
     parser.add_argument("--arithmetic", choices=("qvit", "paper", "paper_text"))
-    parser.add_argument("--max-drop", type=float, help="fail when Top-1 drops by more percentage points (paired test)")
+    parser.add_argument(
+        "--max-drop", type=float, help="fail when Top-1 drops by more points, or below the YAML's min_sqnr"
+    )
     parser.add_argument("--min-sqnr", type=float, help="fail when the SQNR of the logits is below so many dB")
     parser.add_argument("--output", help="write the results to this JSON file")
     return parser.parse_args(arguments)

@@ -14,13 +14,14 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import qvit
+from qvit.evaluation import runner
+from qvit.evaluation.accuracy import Comparison
 from qvit.patches.base import QuantizedModule
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = ROOT.parent / "shared" / "fixtures"
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 MAX_DROP = "0.5"
-MIN_SQNR = {"demo_deit": "25", "demo_swin": "25"}
 
 
 def load_script(name: str):
@@ -149,11 +150,21 @@ def test_min_sqnr_is_a_gate(script, tiny) -> None:
     assert script.main([*tiny, "--min-sqnr", "90"]) == 1
 
 
-def test_the_yaml_gates_are_for_information(script, tiny, tmp_path, capsys) -> None:
+def test_the_yaml_gates_are_for_information_until_max_drop_is_given(script, tiny, tmp_path, capsys) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(path.read_text() + "min_sqnr: 90\n")
     assert script.main(tiny) == 0
     assert "fail (for information)" in capsys.readouterr().out
+    assert script.main([*tiny, "--max-drop", "100"]) == 1
+    assert "FAIL: logit SQNR" in capsys.readouterr().out
+    assert script.main([*tiny, "--max-drop", "100", "--min-sqnr", "10"]) == 0
+
+
+def test_max_drop_is_a_gate(script, tiny, monkeypatch) -> None:
+    monkeypatch.setattr(runner, "compare", lambda *_: Comparison(50.0, (40.0, 60.0), 9, 0, 50.0, 40.0))
+    assert script.main([*tiny, "--max-drop", "0.5"]) == 1  # 9 against 0.1 + 4.95
+    assert script.main([*tiny, "--max-drop", "50"]) == 0
+    assert script.main(tiny) == 0
 
 
 def test_data_with_other_classes_is_refused(script, tiny, tmp_path, capsys) -> None:
@@ -275,8 +286,7 @@ def demo(request) -> str:
 
 
 def demo_arguments(demo: str, output: Path) -> list[str]:
-    gates = ["--max-drop", MAX_DROP, "--min-sqnr", MIN_SQNR[demo]]
-    return ["--model", demo, "--data", "demo", "--device", "cpu", "--output", str(output), *gates]
+    return ["--model", demo, "--data", "demo", "--device", "cpu", "--output", str(output), "--max-drop", MAX_DROP]
 
 
 @pytest.mark.slow
@@ -298,7 +308,8 @@ def test_demo_gates_catch_a_wrong_softmax(script, demo, tmp_path, monkeypatch, f
     assert script.main(demo_arguments(demo, output)) == 1
     gates = json.loads(output.read_text())["gates"]["quantized"]
     assert not gates["sqnr"]["passed"]
-    assert not gates["drop"]["passed"]
+    if factor < 1:  # a scale that is wrong by a half costs these models too few pictures to be seen in the Top-1
+        assert not gates["drop"]["passed"]
 
 
 @pytest.mark.skipif(not FIXTURES.is_dir(), reason="the trained fixtures are not beside the repository")

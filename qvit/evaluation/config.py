@@ -16,8 +16,8 @@ Keys (an unknown one is an error; `model` is the only one without a default):
       std: [0.5, 0.5, 0.5]
     quantization: {precision: high}         # the fields of qvit.QuantConfig
     expected_swapped: 12                    # the evaluation fails when fewer modules were swapped
-    allowed_drop: 0.5                       # percentage points of Top-1
-    min_sqnr: 37.0                          # optional, dB of the logits against the float model's
+    allowed_drop: 0.5                       # percentage points of Top-1; for information, --max-drop is the gate
+    min_sqnr: 37.0                          # optional, dB of the logits against the float model's; part of the gate
 """
 
 from __future__ import annotations
