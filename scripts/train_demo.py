@@ -1,7 +1,7 @@
 """Train the two small models of the demo on scikit-learn's digits: a few minutes on two CPU cores.
 
     python scripts/train_demo.py                        # writes both weight files to configs/weights
-    python scripts/train_demo.py demo_swin --steps 1500
+    python scripts/train_demo.py demo_swin --steps 2000
 
 The shapes are those of configs/demo_*.yaml. The seed is fixed, yet another CPU or torch may round otherwise and give
 other weights of the same quality; the script refuses to write a model that reads fewer than 97 % of the digits.
@@ -76,7 +76,7 @@ def top1(model: torch.nn.Module) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=["demo_deit", "demo_swin"], help="configurations to train")
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="folder to write to instead of configs/weights")
     args = parser.parse_args()
