@@ -63,8 +63,8 @@ def _add_tile(
 def attend_kernel(
     q_ptr, k_ptr, vt_ptr, sum_ptr, bias_ptr, constants_ptr, out_ptr,
     stride_bias_g, stride_bias_h, stride_bias_m, groups, group_magic, H, N, NP, full_tiles, out_up,
-    D: tl.constexpr, DP: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, INT8_OUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, INTERPRET: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr,
+    INT8_OUT: tl.constexpr, BLOCK_M: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """q, k (B, H, NP, DP), vt (B, H, DP, NP) int8, sum (B, H, NP / 64, DP) int32 -> out (B, N, H, D).
 
@@ -107,8 +107,8 @@ def attend_kernel(
     columns = tl.zeros([DP], tl.int32)
     for start in tl.range(0, full_tiles * TILE, TILE):
         acc, low, sums, low_sums, columns = _add_tile(
-            acc, low, sums, low_sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m, start, mult,
-            exp_bits, N, NP, TILE, False, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
+            acc, low, sums, low_sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m, start,
+            mult, exp_bits, N, NP, TILE, False, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
         )  # fmt: skip
     if TAIL:
         acc, low, sums, low_sums, columns = _add_tile(

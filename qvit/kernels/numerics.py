@@ -1,4 +1,4 @@
-"""Steps of the arithmetic that the kernels share; ``docs/numerics.md`` specifies them, ``qvit/reference.py`` defines them.
+"""Steps of the arithmetic that the kernels share: ``docs/numerics.md`` in words, ``qvit/reference.py`` in PyTorch.
 
 Where PTX says in one instruction what Triton cannot (a clamping funnel shift, a byte permutation), a step has an
 inline-assembly form and a plain twin. Triton's interpreter runs the twin; a GPU test holds the two equal.
