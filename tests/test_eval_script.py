@@ -289,7 +289,6 @@ def demo_arguments(demo: str, output: Path) -> list[str]:
     return ["--model", demo, "--data", "demo", "--device", "cpu", "--output", str(output), "--max-drop", MAX_DROP]
 
 
-@pytest.mark.slow
 def test_demo_passes_its_gates(script, demo, tmp_path) -> None:
     output = tmp_path / "results.json"
     assert script.main(demo_arguments(demo, output)) == 0
@@ -299,7 +298,6 @@ def test_demo_passes_its_gates(script, demo, tmp_path) -> None:
     assert report["calibration"]["source"] == "demo (train)"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.5, 1e-3], ids=["scale_times_1.5", "uniform_softmax"])
 def test_demo_gates_catch_a_wrong_softmax(script, demo, tmp_path, monkeypatch, factor: float) -> None:
     scale = QuantizedModule.scale_of.__func__
@@ -313,7 +311,6 @@ def test_demo_gates_catch_a_wrong_softmax(script, demo, tmp_path, monkeypatch, f
 
 
 @pytest.mark.skipif(not FIXTURES.is_dir(), reason="the trained fixtures are not beside the repository")
-@pytest.mark.slow
 def test_a_trained_deit_on_real_pictures(script, tmp_path) -> None:
     output = tmp_path / "results.json"
     arguments = {
