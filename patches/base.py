@@ -29,6 +29,7 @@ class Settings:
     precision: str
     backend: str
     softmax_scale: float
+    half_exact: bool
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,9 @@ class QuantizedModule:
     @classmethod
     def swap(cls, module: nn.Module, scales: Scales, config: QuantConfig, sqnr_db: float | None) -> None:
         """Turns a module of the host's class into this class, in place. Everything that can fail comes first."""
-        settings = Settings(config.arithmetic, config.precision, config.backend, cls.scale_of(module))
+        settings = Settings(
+            config.arithmetic, config.precision, config.backend, cls.scale_of(module), scales.half_exact
+        )
         buffers = cls.build_buffers(module, scales, config)
         module.__class__ = cls
         for name, buffer in buffers.items():
@@ -177,6 +180,7 @@ def run_core(
         arithmetic=settings.arithmetic,
         precision=settings.precision,
         backend=settings.backend,
+        half_exact=settings.half_exact,
     )
 
 

@@ -26,7 +26,7 @@ from qvit.config import CalibrationConfig, QuantConfig
 from qvit.discovery import Site, plan_swap
 from qvit.errors import CalibrationError, ConfigError, QvitError
 from qvit.patches.base import CoreInputs, Settings, core_bias, run_core
-from qvit.scales import ChannelGains, Ranges, Scales, build_scales, channel_gains
+from qvit.scales import ChannelGains, Ranges, Scales, build_scales, channel_gains, k_reach
 
 FORMAT = "qvit-calibration"
 FORMAT_VERSION = 1
@@ -143,7 +143,7 @@ class _HistogramObserver:
     """Histograms of |(x - offset) * gain| of q, k and v of one layer, from 0 to the largest magnitude."""
 
     def __init__(self, ranges: Ranges, gains: ChannelGains, granularity: str) -> None:
-        k_absmax = torch.maximum(ranges.k_max - gains.k_offset, gains.k_offset - ranges.k_min)
+        k_absmax = k_reach(ranges, gains.k_offset)
         self.offsets = {"q": None, "k": gains.k_offset, "v": None}
         self.gains = {"q": gains.q_gain, "k": gains.k_gain, "v": gains.v_gain}
         absmax = {"q": ranges.q_absmax, "k": k_absmax, "v": ranges.v_absmax}
@@ -185,7 +185,9 @@ class _SqnrMeter:
 
     def __init__(self, scales: Scales, config: QuantConfig) -> None:
         self.constants = scales.constants()
-        self.settings = Settings(config.arithmetic, config.precision, config.backend, scales.softmax_scale)
+        self.settings = Settings(
+            config.arithmetic, config.precision, config.backend, scales.softmax_scale, scales.half_exact
+        )
         self.signal = 0.0
         self.noise = 0.0
 

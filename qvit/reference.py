@@ -24,19 +24,19 @@ MAX_TOKENS = {"standard": 66_000, "high": 16_500}
 # ---------------------------------------------------------------- the steps of the arithmetic
 
 
-def quantize_operand(x: torch.Tensor, mult: torch.Tensor, offset: torch.Tensor | None = None) -> torch.Tensor:
-    """The quantize step: integers in -127..127, held in float32.
+def quantize_operand(x: torch.Tensor, mult: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+    """The quantize step: integers in -127..127, held in float32; NaN saturates below.
 
     Args:
-        x: (B, H, N, D) float, or int8, which is taken as it is.
+        x: (B, H, N, D) float. The product with 11 bits is exact in float64, so there is one rounding, as a fused
+            multiply-add does it.
         mult: (H, D) float32.
-        offset: (H, D) float32, or None.
+        zero: (H, D) float32 integers, or None.
     """
-    x = x.float() if x.dtype != torch.float32 or offset is not None else x
-    if offset is not None:
-        x = x - offset[:, None, :]
-    # Two float32 roundings, product and integer, as every backend does them; NaN becomes 0.
-    return (x * mult[:, None, :]).clamp_(-S.QMAX, S.QMAX).round_().nan_to_num_(0.0)
+    y = x.double() * mult[:, None, :].double()
+    if zero is not None:
+        y.sub_(zero[:, None, :])
+    return y.clamp_(-S.QMAX, S.QMAX).round_().nan_to_num_(-S.QMAX).float()
 
 
 def intensity(distance: torch.Tensor, exp_bits: torch.Tensor, *, curve: bool) -> torch.Tensor:
@@ -106,7 +106,7 @@ def attention(
     if out.numel() == 0:
         return out
     vectors = constants[:, : S.VECTORS * head_dim].unflatten(1, (S.VECTORS, head_dim))
-    mult = [vectors[:, i].contiguous().view(torch.float32) for i in (S.Q_MULT, S.K_MULT, S.V_MULT, S.K_OFFSET)]
+    mult = [vectors[:, i].contiguous().view(torch.float32) for i in (S.Q_MULT, S.K_MULT, S.V_MULT, S.K_ZERO)]
     group = 1 if bias is None else bias.shape[0]
     images = max(1, BLOCK_SCORES // (heads * tokens * tokens)) if q.device.type == "cpu" else batch
     rows = tokens if images > 1 else max(1, min(tokens, 4 * BLOCK_SCORES // (heads * tokens)))
@@ -124,8 +124,8 @@ def attention(
     return out
 
 
-def _operand(x: torch.Tensor, mult: torch.Tensor, offset: torch.Tensor | None = None) -> torch.Tensor:
-    return x.float() if x.dtype == torch.int8 else quantize_operand(x, mult, offset)
+def _operand(x: torch.Tensor, mult: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+    return x.float() if x.dtype == torch.int8 else quantize_operand(x, mult, zero)
 
 
 def _per_head(constants: torch.Tensor, index: int) -> torch.Tensor:

@@ -16,16 +16,18 @@ from qvit.errors import BackendError, CalibrationError
 
 LOG2E = math.log2(math.e)
 QMAX = 127  # symmetric int8: -128 is never used
-MULT_BITS = 13  # significant bits of a multiplier: times a float16 it is exact in float32
+MULT_BITS = 11  # significant bits of a multiplier, as many as a float16 has
 MAX_EXP_BITS = 22  # fraction bits of the exponent; the CPU backend reads them as a float32 mantissa
 MIN_EXP_BITS = 7  # the peak's offset is 2^(F - 7)
 SHIFT_OCTAVES = 17  # constant shift that leaves a 16-bit intensity
 DEAD_OCTAVES = 17  # beyond this distance from the row's maximum, a weight is 0 in both precisions
+_PAIR_SLACK = 1 / 64  # room in the product of q's and k's multipliers to choose them in
 _MIN_RANGE = 1e-30  # a smaller absolute maximum is a dead tensor
 _DEAD_CHANNEL = 1e-6  # a channel this far below the tensor's maximum takes part in no balance
+_LEAST_K_RANGE = 1 / 64  # of K's middle: half precision resolves little below, and zero points stay under 2^13
 
 # Layout of a row of constants, after the six vectors over channels.
-Q_MULT, K_MULT, K_OFFSET, V_MULT, V_SCALE, O_RATIO = range(6)
+Q_MULT, K_MULT, K_ZERO, V_MULT, V_SCALE, O_RATIO = range(6)
 VECTORS = 6
 EXP_MULT, EXP_BITS, BIAS_MULT, BIAS_FLOOR, O_SCALE, O_RATIO_BITS = range(6)
 SCALARS = 8
@@ -96,8 +98,7 @@ def channel_gains(ranges: Ranges, *, k_offset: bool, qk_balance: bool, v_channel
     if ranges.v_absmax.max() < _MIN_RANGE:
         raise CalibrationError("v is zero on every calibration input; calibrate on real data")
     middle = (ranges.k_min + ranges.k_max) / 2 if k_offset else torch.zeros_like(ranges.k_min)
-    middle = middle.float().double()  # the kernels hold it in float32
-    k_absmax = torch.maximum(ranges.k_max - middle, middle - ranges.k_min)
+    k_absmax = k_reach(ranges, middle)
     ones = torch.ones_like(k_absmax)
     balance = v_gain = ones
     if qk_balance and k_absmax.max() > 0:
@@ -111,6 +112,12 @@ def channel_gains(ranges: Ranges, *, k_offset: bool, qk_balance: bool, v_channel
     if v_channels:
         v_gain = 1 / ranges.v_absmax.clamp_min(_DEAD_CHANNEL * ranges.v_absmax.max())
     return ChannelGains(balance, middle, 1 / balance, v_gain)
+
+
+def k_reach(ranges: Ranges, offset: torch.Tensor) -> torch.Tensor:
+    """(H, D) largest distance of K from an offset, and not less than a part of the offset itself."""
+    reach = torch.maximum(ranges.k_max - offset, offset - ranges.k_min)
+    return torch.maximum(reach, offset.abs() * _LEAST_K_RANGE)
 
 
 def build_scales(
@@ -137,10 +144,9 @@ def build_scales(
         CalibrationError: A range is zero, or the scores span more octaves than the exponent can hold.
     """
     gains = channel_gains(ranges, k_offset=k_offset, qk_balance=qk_balance, v_channels=v_channels)
-    k_absmax = torch.maximum(ranges.k_max - gains.k_offset, gains.k_offset - ranges.k_min)
     observed = {
         "q": ranges.q_absmax * gains.q_gain,
-        "k": k_absmax * gains.k_gain,
+        "k": k_reach(ranges, gains.k_offset) * gains.k_gain,
         "v": ranges.v_absmax * gains.v_gain,
     }
     base = {}
@@ -156,11 +162,12 @@ def build_scales(
     exp_bits, exp_mult, shrink = _exponent_units(
         base["q"] * base["k"] * softmax_scale * LOG2E, ranges.q_absmax.shape[1]
     )
-    shrink = shrink.sqrt()
+    q_mult, k_mult = _multiplier_pairs(gains.q_gain / base["q"], gains.k_gain / base["k"], shrink)
+    zero = (gains.k_offset * k_mult).round()
     return Scales(
-        q_mult=gains.q_gain / base["q"] * shrink,
-        k_mult=gains.k_gain / base["k"] * shrink,
-        k_offset=gains.k_offset,
+        q_mult=q_mult,
+        k_mult=k_mult,
+        k_zero=_HALF_ROUNDER - (_HALF_ROUNDER - zero).half().double(),
         v_mult=gains.v_gain / base["v"],
         o_scale=o_scale,
         exp_bits=exp_bits,
@@ -185,8 +192,28 @@ def _exponent_units(score_scale: torch.Tensor, head_dim: int) -> tuple[torch.Ten
         )
     exp_bits = exp_bits.clamp_max(MAX_EXP_BITS)
     exact = score_scale[:, 0] * 2**exp_bits
-    exp_mult = torch.ceil(exact)
+    exp_mult = torch.ceil(exact * (1 + _PAIR_SLACK))
     return exp_bits.int(), exp_mult.int(), (exact / exp_mult)[:, None]
+
+
+def _multiplier_pairs(
+    q_mult: torch.Tensor, k_mult: torch.Tensor, shrink: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multipliers of q and k with few bits whose product is ``q_mult * k_mult * shrink``, to about 2^-16.
+
+    Two roundings to 11 bits would leave 2^-12, which large scores show. Of 32 neighbouring values for q, take the one
+    whose partner for k rounds best; ``shrink`` leaves both the room.
+    """
+    target = q_mult * k_mult * shrink
+    steps = 1 - torch.arange(32, dtype=torch.float64) * 2.0**-MULT_BITS
+    start = q_mult * shrink.sqrt() * (1 + _PAIR_SLACK / 2)
+    q = _round_significant(start[..., None] * steps, MULT_BITS)
+    k = _round_significant(target[..., None] / q, MULT_BITS)
+    best = (q * k / target[..., None] - 1).abs().argmin(-1, keepdim=True)
+    return q.gather(-1, best)[..., 0], k.gather(-1, best)[..., 0]
+
+
+_HALF_ROUNDER = 1536  # 1.5 * 2^10: added to a float16 below 512 it rounds to an integer; less a zero point, likewise
 
 
 def _round_significant(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -198,13 +225,14 @@ def _round_significant(x: torch.Tensor, bits: int) -> torch.Tensor:
 class Scales:
     """Constants of one attention: a frozen value, on the CPU.
 
-    ``x_i8 = round_half_even(clamp((x - offset) * mult, -127, 127))``, with an offset for K alone. Multipliers are
-    rounded to 13 significant bits when the value is made, so that their product with a float16 is exact in float32.
+    ``x_i8 = clamp(round_half_even(x * mult - zero), -127, 127)``, exact up to its one rounding, with a zero point for K
+    alone. Multipliers are rounded to 11 significant bits when the value is made, so that a fused multiply-add in
+    float16 can do it.
 
     Attributes:
         q_mult: (H, D) float32.
         k_mult: (H, D) float32; q_mult * k_mult is constant inside a head.
-        k_offset: (H, D) float32.
+        k_zero: (H, D) float32, integers.
         v_mult: (H, D) float32.
         o_scale: (H,) float32, scale of an int8 output: real = int * o_scale.
         exp_bits: (H,) int32, fraction bits F of an exponent.
@@ -214,7 +242,7 @@ class Scales:
 
     q_mult: torch.Tensor
     k_mult: torch.Tensor
-    k_offset: torch.Tensor
+    k_zero: torch.Tensor
     v_mult: torch.Tensor
     o_scale: torch.Tensor
     exp_bits: torch.Tensor
@@ -224,7 +252,7 @@ class Scales:
     def __post_init__(self):
         for name in ("q_mult", "k_mult", "v_mult"):
             object.__setattr__(self, name, _round_significant(getattr(self, name), MULT_BITS).float())
-        for name in ("k_offset", "o_scale"):
+        for name in ("k_zero", "o_scale"):
             object.__setattr__(self, name, getattr(self, name).float())
         for name in ("q_mult", "k_mult", "v_mult", "o_scale"):
             value = getattr(self, name)
@@ -238,6 +266,13 @@ class Scales:
     @property
     def head_dim(self) -> int:
         return self.q_mult.shape[1]
+
+    @property
+    def half_exact(self) -> bool:
+        """Multipliers and zero points are exact in float16, so that float16 operands can be quantized in it."""
+        mults = torch.stack([self.q_mult, self.k_mult, self.v_mult])
+        rounder = _HALF_ROUNDER - self.k_zero
+        return bool((mults >= 2**-14).all() and (mults == mults.half()).all() and (rounder == rounder.half()).all())
 
     @property
     def o_ratio_bits(self) -> int:
@@ -292,7 +327,7 @@ class Scales:
                 "cannot be represented, recalibrate on data with larger outputs"
             )
         o_ratio = torch.round(v_scale.double() / self.o_scale.double()[:, None] * 2**bits).int()
-        vectors = [self.q_mult, self.k_mult, self.k_offset, self.v_mult, v_scale]
+        vectors = [self.q_mult, self.k_mult, self.k_zero, self.v_mult, v_scale]
         bias_mult = (LOG2E * torch.exp2(self.exp_bits.double())).float()
         score_range = 2 * QMAX**2 * self.head_dim * self.exp_mult.long()
         bias_floor = (-score_range - (DEAD_OCTAVES << self.exp_bits.long())).int()
@@ -309,7 +344,7 @@ class Scales:
         vector = lambda i: constants[:, i * head_dim : (i + 1) * head_dim].contiguous()  # noqa: E731
         scalar = lambda i: constants[:, VECTORS * head_dim + i].contiguous()  # noqa: E731
         return cls(
-            *(vector(i).view(torch.float32) for i in (Q_MULT, K_MULT, K_OFFSET, V_MULT)),
+            *(vector(i).view(torch.float32) for i in (Q_MULT, K_MULT, K_ZERO, V_MULT)),
             o_scale=scalar(O_SCALE).view(torch.float32),
             exp_bits=scalar(EXP_BITS),
             exp_mult=scalar(EXP_MULT),

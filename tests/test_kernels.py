@@ -59,9 +59,9 @@ def test_kernel_equals_reference(shape, dtype, precision, poisoned):
 @pytest.mark.parametrize("head_dim", GRID_D, ids="D{}".format)
 @pytest.mark.parametrize("precision", ["standard", "high"])
 def test_kernel_equals_reference_over_the_grid(head_dim, precision, poisoned):
-    for tokens in GRID_N:
+    for tokens in GRID_N if head_dim in (32, 64) else (1, 50, 197, 321):
         qkv, scales = operands((2, 3, tokens, head_dim), torch.float16)
-        for out_dtype in (torch.float16, torch.int8):
+        for out_dtype in (torch.float16, torch.int8) if tokens in (50, 197, 577) else (torch.float16,):
             assert torch.equal(*both(qkv, scales, precision=precision, out_dtype=out_dtype)), f"N={tokens} {out_dtype}"
 
 
@@ -104,26 +104,54 @@ def test_windows_take_their_own_bias(windows):
     constants = scales.constants(DEVICE)
     bias = R.exponent_bias(torch.randn(windows, 2, 49, 49, device=DEVICE), constants)
     run = lambda backend, b: torch.ops.qvit.attention(  # noqa: E731
-        q, k, v, constants, b, "standard", torch.float16, backend
+        q, k, v, constants, b, "standard", torch.float16, backend, True
     )
     assert torch.equal(run("triton", bias), run("triton", bias.repeat(6 // windows, 1, 1, 1)))
     assert torch.equal(run("triton", bias), run("reference", bias))
 
 
-CONFIGS = [(16, 4, 1), (32, 2, 1), (64, 4, 1), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 2)]
+FUSED = [
+    {"block_m": 64, "step": 1},
+    {"block_m": 64, "step": 2},
+    {"block_m": 64, "step": 4, "num_warps": 8, "num_stages": 2},
+    {"block_m": 128, "step": 1, "num_warps": 8},
+    {"block_m": 32, "step": 1, "num_warps": 2},
+]
+PACKED = [
+    {"block_m": 16, "num_stages": 1},
+    {"block_m": 64, "num_warps": 8, "num_stages": 2},
+    {"block_m": 128, "num_warps": 8},
+    {"block_m": 128, "num_stages": 2},
+]
+CONFIGS = [("fused", c) for c in FUSED] + [("packed", c) for c in PACKED]
 
 
-@pytest.mark.parametrize("config", CONFIGS if CUDA else CONFIGS[1:6:2], ids="M{0[0]}_warps{0[1]}_stages{0[2]}".format)
+@pytest.mark.parametrize(
+    ("kind", "config"), CONFIGS, ids=lambda x: x if isinstance(x, str) else "_".join(map(str, x.values()))
+)
 @pytest.mark.parametrize("high", [False, True], ids=["standard", "high"])
-def test_launch_configuration_changes_nothing(config, high):
-    (q, k, v), scales = operands((2, 2, 197, 64), torch.float16)
-    block_m, warps, stages = config
-    outs = []
-    for settings in ({}, {"block_m": block_m, "num_warps": warps, "num_stages": stages}):
-        out = torch.empty(2, 197, 2, 64, dtype=torch.float16, device=DEVICE)
-        launch.attention(q, k, v, scales.constants(DEVICE), None, out, high=high, out_up=0, **settings)
-        outs.append(out)
-    assert torch.equal(*outs)
+def test_launch_configuration_changes_nothing(kind, config, high, poisoned):
+    (q, k, v), scales = operands((1, 2, 197, 64), torch.float16)
+    expected = attention(q.cpu(), k.cpu(), v.cpu(), scales, precision="high" if high else "standard")
+    out = torch.empty(1, 197, 2, 64, dtype=torch.float16, device=DEVICE)
+    run = {"fused": launch.fused_attention, "packed": launch.packed_attention}[kind]
+    run(q, k, v, scales.constants(DEVICE), None, out, high=high, out_up=8, half=True, **config)
+    assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("kind", ["fused_attention", "packed_attention"])
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+def test_both_kernels_take_a_bias_and_both_ways_to_quantize(kind, half):
+    shape = (4, 2, 49, 32)
+    (q, k, v), scales = operands(shape, torch.float16)
+    bias = R.exponent_bias(torch.randn(2, 2, 49, 49), scales.constants())
+    for out_dtype in (torch.float16, torch.int8):
+        expected = R.attention(q.cpu(), k.cpu(), v.cpu(), scales.constants(), bias, out_dtype=out_dtype)
+        out = torch.empty(4, 49, 2, 32, dtype=out_dtype, device=DEVICE)
+        up = R.out_shift(49, "standard")
+        run = getattr(launch, kind)
+        run(q, k, v, scales.constants(DEVICE), bias.to(DEVICE), out, high=False, out_up=up, half=half)
+        assert torch.equal(out.cpu(), expected)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "padded_rows", "packed"])
@@ -217,7 +245,7 @@ def test_graph_capture_replays_on_new_inputs():
     (q, k, v), scales = operands((4, 3, 197, 64), torch.float16)
     constants = scales.constants("cuda")
     static = [x.clone() for x in (q, k, v)]
-    run = lambda: torch.ops.qvit.attention(*static, constants, None, "standard", torch.float16, "auto")  # noqa: E731
+    run = lambda: torch.ops.qvit.attention(*static, constants, None, "standard", torch.float16, "auto", True)  # noqa: E731
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -171,7 +171,7 @@ def test_opcheck(dtype):
     bias = R.exponent_bias(torch.randn(1, 2, 17, 17), constants)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for addend in (None, bias):
-        args = (q, k, v, constants, addend, "high", dtype, "reference")
+        args = (q, k, v, constants, addend, "high", dtype, "reference", True)
         torch.library.opcheck(torch.ops.qvit.attention.default, args, test_utils=tests)
     if dtype == torch.int8:
         units = R.paper_constants(torch.tensor(0.01), torch.tensor(0.01), 0.25, text=False)
@@ -184,7 +184,7 @@ def test_fullgraph_compilation():
     constants = scales.constants()
 
     def f(q, k, v):
-        return torch.ops.qvit.attention(q * 1.0, k, v, constants, None, "standard", torch.float32, "auto") + 1
+        return torch.ops.qvit.attention(q * 1.0, k, v, constants, None, "standard", torch.float32, "auto", False) + 1
 
     assert torch.equal(torch.compile(f, fullgraph=True, backend="aot_eager")(q, k, v), f(q, k, v))
 

@@ -52,8 +52,8 @@ def exact(q, k, v, scale=None):
 
 def ceiling(q, k, v, scales):
     """int8 q, k, v by the same scales, exact softmax: no integer softmax can do better."""
-    grid = lambda x, m, o=None: R.quantize_operand(x, m, o).double() / m.double()[:, None]  # noqa: E731
-    return exact(grid(q, scales.q_mult), grid(k, scales.k_mult, scales.k_offset), grid(v, scales.v_mult))
+    grid = lambda x, m, z=None: R.quantize_operand(x, m, z).double() / m.double()[:, None]  # noqa: E731
+    return exact(grid(q, scales.q_mult), grid(k, scales.k_mult, scales.k_zero), grid(v, scales.v_mult))
 
 
 # Floors with per-tensor scales and float output. They only rise.
@@ -208,7 +208,7 @@ def test_weights_fall_and_vanish():
 def test_quantize_step_rounds_half_to_even_and_survives_bad_values():
     x = torch.tensor([0.5, 1.5, -0.5, -1.5, 1e9, -1e9, math.inf, -math.inf, math.nan]).reshape(1, 1, 1, -1)
     got = R.quantize_operand(x, torch.ones(1, 9)).flatten().tolist()
-    assert got == [0, 2, 0, -2, 127, -127, 127, -127, 0]
+    assert got == [0, 2, 0, -2, 127, -127, 127, -127, -127]
 
 
 def test_result_does_not_depend_on_blocks(monkeypatch):
@@ -231,4 +231,4 @@ def test_scales_keep_the_product_of_q_and_k():
         s = Scales.from_tensors(q, k, v, granularity=granularity)
         unit = s.exp_mult.double() / 2.0 ** s.exp_bits.double()
         product = 64**-0.5 * S.LOG2E / (s.q_mult.double() * s.k_mult.double()) / unit[:, None]
-        assert (product - 1).abs().max() < 2.5e-4  # two multipliers of 13 bits
+        assert (product - 1).abs().max() < 1.5e-4  # chosen in pairs; two roundings alone would leave 5e-4

@@ -26,21 +26,21 @@ def sample():
 def test_vectors_use_the_whole_range_of_every_channel():
     q, k, v = sample()
     s = S.build_scales(ranges(q, k, v), softmax_scale=0.25)
-    top = lambda x, m, o=0.0: ((x - o) * m).abs().amax((0, 2))  # noqa: E731
+    top = lambda x, m, z=0.0: (x * m - z).abs().amax((0, 2))  # noqa: E731
     assert top(v, s.v_mult[:, None]).allclose(torch.full((3, 16), 127.0), rtol=1e-3)
-    k_top = top(k, s.k_mult[:, None], s.k_offset[:, None])
+    k_top = top(k, s.k_mult[:, None], s.k_zero[:, None])
     q_top = top(q, s.q_mult[:, None])
-    assert k_top.max() <= 127.1 and q_top.max() <= 127.1
+    assert k_top.max() <= 127.6 and q_top.max() <= 127.1
     # Balanced: a channel of q uses as much of its range as that channel of k, up to one factor a head.
     ratio = q_top / k_top
-    assert (ratio / ratio[:, :1]).allclose(torch.ones(3, 16), rtol=1e-2)
+    assert (ratio / ratio[:, :1]).allclose(torch.ones(3, 16), rtol=4e-2)
 
 
 @pytest.mark.parametrize("switch", ["k_offset", "qk_balance", "v_channels"])
 def test_each_vector_can_be_switched_off(switch):
     q, k, v = sample()
     s = S.build_scales(ranges(q, k, v), softmax_scale=0.25, **{switch: False})
-    spread = {"k_offset": s.k_offset, "qk_balance": s.q_mult, "v_channels": s.v_mult}
+    spread = {"k_offset": s.k_zero, "qk_balance": s.q_mult, "v_channels": s.v_mult}
     for name, value in spread.items():
         assert (value.amax() == value.amin()) == (name == switch)
 

@@ -9,8 +9,6 @@ import triton.language as tl
 
 from qvit.kernels import numerics
 
-TILE = 64  # keys of a tile
-
 
 @triton.jit
 def _exponent(
@@ -116,27 +114,10 @@ def attend_kernel(
             full_tiles * TILE, mult, exp_bits, N, NP, TAIL, True, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
         )  # fmt: skip
 
-    acc += columns[None, :]
     row_sum = tl.max(sums, 1) + 128 * (full_tiles * TILE + TAIL)
-    if HIGH:
-        acc = (acc << 2) + ((low + 32) >> 6)
-        inverse = numerics.reciprocal((row_sum << 8) + tl.max(low_sums, 1), 44, 65192, INTERPRET)
-    else:
-        inverse = numerics.reciprocal(row_sum, 36, 255, INTERPRET)
-    col_mask = o_d < D
-    if INT8_OUT:
-        ratio = tl.load(c_ptr + 5 * D + o_d, mask=col_mask, other=0)
-        out = numerics.multiply_high(numerics.multiply_high(acc << out_up, inverse[:, None]), ratio[None, :])
-        down = out_up + tl.load(c_ptr + 6 * D + 5) - (26 if HIGH else 28)
-        out = (out + (1 << (down - 1))) >> down
-        out = tl.minimum(tl.maximum(out, -127), 127)
-    else:
-        v_scale = tl.load(c_ptr + 4 * D + o_d, mask=col_mask, other=0).to(tl.float32, bitcast=True)
-        unit: tl.constexpr = 2.0**-38 if HIGH else 2.0**-36
-        out = (acc.to(tl.float32) * (inverse.to(tl.float32) * unit)[:, None]) * v_scale[None, :]
-        if INTERPRET:
-            if out_ptr.dtype.element_ty == tl.bfloat16:  # the interpreter truncates
-                bits = out.to(tl.uint32, bitcast=True)
-                out = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    out = numerics.normalise(
+        acc + columns[None, :], low, row_sum, tl.max(low_sums, 1), c_ptr, o_d, out_up, D, HIGH, INT8_OUT,
+        out_ptr.dtype.element_ty, INTERPRET,
+    )  # fmt: skip
     o_out = ((i_b.to(tl.int64) * N + o_m[:, None]) * H + i_h) * D + o_d[None, :]
-    tl.store(out_ptr + o_out, out.to(out_ptr.dtype.element_ty), mask=(o_m < N)[:, None] & col_mask[None, :])
+    tl.store(out_ptr + o_out, out, mask=(o_m < N)[:, None] & (o_d < D)[None, :])

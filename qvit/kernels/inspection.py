@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qvit.kernels import attend, pack
+from qvit.kernels import attend, fused, launch, pack
 
 _OPCODE = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_]*)")
 _FLOAT = re.compile(r"^(F|H|D|MUFU|I2F|UF|UI2F)")
@@ -63,13 +63,14 @@ def compile_kernel(kernel, capability: int, constexprs: dict, types: dict, *, nu
     """
     names = kernel.arg_names
     kinds = {n: types.get(n, "*i8" if n.endswith("_ptr") else "i32") for n in names}
-    signature = {n: "constexpr" if n in constexprs else kinds[n] for n in names}
-    aligned = [i for i, n in enumerate(names) if n not in constexprs and (n.endswith("_ptr") or n == "NP")]
+    # What a launch on the views of a packed qkv finds by itself: unit strides, and 16 in all other strides and sizes.
+    constexprs = constexprs | {n: 1 for n in names if n in ("stride_qd", "stride_kd", "stride_vd")}
+    aligned = [n for n in names if n.endswith("_ptr") or n == "NP" or (n.startswith("stride_") and "bias" not in n)]
     source = ASTSource(
         fn=kernel,
-        signature=signature,
+        signature={n: "constexpr" if n in constexprs else kinds[n] for n in names},
         constexprs={(names.index(n),): v for n, v in constexprs.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in constexprs},
     )
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -86,28 +87,42 @@ def compile_kernel(kernel, capability: int, constexprs: dict, types: dict, *, nu
 def compile_attention(
     capability: int,
     *,
+    kind: str = "fused",
+    tokens: int = 197,
     head_dim: int = 64,
-    tail: int = 32,
     high: bool = False,
     bias: bool = False,
+    operand: str = "*i8",
     out: str = "*i8",
     block_m: int = 64,
     num_warps: int = 4,
-    num_stages: int = 2,
+    num_stages: int = 1,
 ) -> Compiled:
-    """The attention kernel; ``out`` is its result's pointer type, ``*i8`` for the integer-only form."""
-    padded = max(32, triton.next_power_of_2(head_dim))
-    constexprs = {"D": head_dim, "DP": padded, "TAIL": tail, "BIAS": bias, "HIGH": high, "INT8_OUT": out == "*i8"}
+    """An attention kernel for one sequence length; with ``*i8`` operands and result, its integer-only form.
+
+    Args:
+        capability: As for :func:`compile_kernel`.
+        kind: "fused" (one launch) or "attend" (the second of two, on packed operands).
+        tokens, head_dim: Sequence length and head dimension.
+        high, bias: Precision, and whether there is a bias.
+        operand, out: Pointer types of q, k, v ("fused") and of the result.
+        block_m, num_warps, num_stages: Launch configuration.
+    """
+    tiles, tail = launch.tiles(tokens)
+    constexprs = {"D": head_dim, "DP": launch.padded_dim(head_dim), "TAIL": tail, "BIAS": bias, "HIGH": high}
+    constexprs |= {"INT8_OUT": out == "*i8", "BLOCK_M": block_m, "INTERPRET": False}
     types = {"sum_ptr": "*i32", "bias_ptr": "*i32", "constants_ptr": "*i32", "out_ptr": out}
-    constexprs |= {"BLOCK_M": block_m, "INTERPRET": False}
-    return compile_kernel(
-        attend.attend_kernel, capability, constexprs, types, num_warps=num_warps, num_stages=num_stages
-    )
+    kernel = attend.attend_kernel
+    if kind == "fused":
+        kernel = fused.fused_kernel
+        constexprs |= {"N": tokens, "TILE": launch.TILE, "TILES": tiles, "STEP": 1, "OUT_UP": 8, "HALF": True}
+        types |= {"q_ptr": operand, "k_ptr": operand, "v_ptr": operand}
+    return compile_kernel(kernel, capability, constexprs, types, num_warps=num_warps, num_stages=num_stages)
 
 
 def compile_pack(capability: int, *, head_dim: int = 64, operand: str = "*i8") -> Compiled:
     """The packing kernel for operands of a pointer type; int8 operands are only moved."""
-    constexprs = {"D": head_dim, "DP": max(32, triton.next_power_of_2(head_dim)), "TILE": pack.TILE}
-    constexprs["INT8"] = operand == "*i8"
+    constexprs = {"D": head_dim, "DP": launch.padded_dim(head_dim), "TILE": launch.TILE}
+    constexprs |= {"HALF": True, "INTERPRET": False}
     types = {"q_ptr": operand, "k_ptr": operand, "v_ptr": operand, "sum_ptr": "*i32", "constants_ptr": "*i32"}
     return compile_kernel(pack.pack_kernel, capability, constexprs, types)

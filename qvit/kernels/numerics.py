@@ -43,13 +43,48 @@ _HIGH = tl.constexpr(
 )  # fmt: skip
 
 
+# Four float16 in, four int8 out, two by two: one rounding to an integer from 1024 to 2047, whose low byte is the value.
+_QUANTIZE_HALF = tl.constexpr(
+    "{ .reg .b32 a, b, hi, lo; mov.b32 hi, 0x667F667F; mov.b32 lo, 0x65816581;"
+    "fma.rn.f16x2 a, $1, $3, $5; fma.rn.f16x2 b, $2, $4, $6;"
+    "max.f16x2 a, a, lo; max.f16x2 b, b, lo; min.f16x2 a, a, hi; min.f16x2 b, b, hi; prmt.b32 $0, a, b, 0x6420; }"
+)
+
+
 @triton.jit
-def quantize(x, mult):
-    """int8 of float32 x * mult, rounded half to even, saturated at +-127; NaN gives 0. Compile without fp fusion."""
-    y = x * mult
-    y = tl.where(y == y, y, 0.0)
-    y = tl.minimum(tl.maximum(y, -127.0), 127.0)
-    return ((y + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
+def load_multipliers(c_ptr, o_d, D: tl.constexpr):
+    """q's, k's multipliers, k's zero points, v's multipliers, and a vector of zeros, float32 [DP]."""
+    mask = o_d < D
+    q_mult = tl.load(c_ptr + o_d, mask=mask, other=0).to(tl.float32, bitcast=True)
+    k_mult = tl.load(c_ptr + D + o_d, mask=mask, other=0).to(tl.float32, bitcast=True)
+    k_zero = tl.load(c_ptr + 2 * D + o_d, mask=mask, other=0).to(tl.float32, bitcast=True)
+    v_mult = tl.load(c_ptr + 3 * D + o_d, mask=mask, other=0).to(tl.float32, bitcast=True)
+    return q_mult, k_mult, k_zero, v_mult, tl.zeros_like(k_zero)
+
+
+@triton.jit
+def quantize(x, mult, zero, HALF: tl.constexpr, INTERPRET: tl.constexpr):
+    """int8 of x * mult - zero, exact up to its one rounding (half to even), saturated at +-127; int8 stays as it is.
+
+    Adding 1.5 * 2^23 (in float16, 1536) to the product inside a fused multiply-add rounds to an integer, whose bits
+    are the low ones. NaN saturates below. HALF: mult and 1536 - zero are exact in float16.
+    """
+    if x.dtype == tl.int8:
+        return x
+    elif INTERPRET:  # no fused multiply-add: the product is exact in float64
+        y = x.to(tl.float64) * mult.to(tl.float64)[None, :] - zero.to(tl.float64)[None, :]
+        y = tl.minimum(tl.maximum(tl.where(y == y, y, -127.0), -127.0), 127.0)
+        return ((y + 6755399441055744.0).to(tl.int64, bitcast=True) - 4843621399236968448).to(tl.int8)
+    elif HALF and x.dtype == tl.float16:
+        r = tl.broadcast_to(mult.to(tl.float16)[None, :], x.shape)
+        c = tl.broadcast_to((1536.0 - zero).to(tl.float16)[None, :], x.shape)
+        return tl.inline_asm_elementwise(
+            _QUANTIZE_HALF, "=r,r,r,r,r,r,r", [x, r, c], dtype=tl.int8, is_pure=False, pack=4
+        )
+    else:
+        y = tl.fma(x.to(tl.float32), tl.broadcast_to(mult[None, :], x.shape), 12582912.0 - zero[None, :])
+        y = tl.minimum(tl.maximum(y, 12582785.0), 12583039.0)
+        return y.to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -143,3 +178,31 @@ def reciprocal(row_sum, BITS: tl.constexpr, PEAK: tl.constexpr, INTERPRET: tl.co
 def multiply_high(a, b):
     """High word of the product of two int32."""
     return ((a.to(tl.int64) * b.to(tl.int64)) >> 32).to(tl.int32)
+
+
+@triton.jit
+def normalise(
+    acc, low, row_sum, low_sum, c_ptr, o_d, out_up, D: tl.constexpr, HIGH: tl.constexpr, INT8_OUT: tl.constexpr,
+    OUT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Accumulators over row sums, in the output's units and type."""
+    if HIGH:
+        acc = (acc << 2) + ((low + 32) >> 6)
+        inverse = reciprocal((row_sum << 8) + low_sum, 44, 65192, INTERPRET)
+    else:
+        inverse = reciprocal(row_sum, 36, 255, INTERPRET)
+    mask = o_d < D
+    if INT8_OUT:
+        ratio = tl.load(c_ptr + 5 * D + o_d, mask=mask, other=0)
+        out = multiply_high(multiply_high(acc << out_up, inverse[:, None]), ratio[None, :])
+        down = out_up + tl.load(c_ptr + 6 * D + 5) - (26 if HIGH else 28)
+        out = (out + (1 << (down - 1))) >> down
+        return tl.minimum(tl.maximum(out, -127), 127).to(OUT)
+    else:
+        v_scale = tl.load(c_ptr + 4 * D + o_d, mask=mask, other=0).to(tl.float32, bitcast=True)
+        unit: tl.constexpr = 2.0**-38 if HIGH else 2.0**-36
+        out = (acc.to(tl.float32) * (inverse.to(tl.float32) * unit)[:, None]) * v_scale[None, :]
+        if INTERPRET and OUT == tl.bfloat16:  # the interpreter truncates
+            bits = out.to(tl.uint32, bitcast=True)
+            out = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return out.to(OUT)

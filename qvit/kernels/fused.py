@@ -1,0 +1,175 @@
+"""Integer attention in one launch, for sequences whose scores fit in registers (N <= 320).
+
+A program owns one head. It quantizes K and V once and keeps them in shared memory; then it takes its blocks of queries
+one by one: all scores, their exact maximum, the weights, the weighted values. Nothing intermediate reaches memory.
+"""
+
+import triton
+import triton.language as tl
+
+from qvit.kernels import numerics
+
+
+@triton.jit
+def _load(ptr, stride_n, stride_d, o_n, o_d, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MASK: tl.constexpr):
+    x_ptr = ptr + o_n[:, None] * stride_n + o_d[None, :] * stride_d
+    if MASK:
+        return tl.load(x_ptr, mask=(o_n < N)[:, None] & (o_d < D)[None, :], other=0)
+    elif D < DP:
+        return tl.load(x_ptr, mask=(o_d < D)[None, :], other=0)
+    else:
+        return tl.load(x_ptr)
+
+
+@triton.jit
+def _value_rows(
+    v_ptr, stride_n, stride_d, start: tl.constexpr, J: tl.constexpr, o_d, mult, zero, N: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, W: tl.constexpr, HALF: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    # Every fourth position of the tile's reordered keys: position 4g + J holds the key that reorder_keys puts there.
+    g = tl.arange(0, W // 4)
+    key = start + g // 4 * 16 + J // 2 * 8 + g % 4 * 2 + J % 2
+    x = _load(v_ptr, stride_n, stride_d, key, o_d, N, D, DP, start + W > N)
+    return numerics.quantize(x, mult, zero, HALF, INTERPRET)
+
+
+@triton.jit
+def _values(
+    v_ptr, stride_n, stride_d, start: tl.constexpr, o_d, mult, zero, N: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, W: tl.constexpr, HALF: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """V^T of a tile, keys reordered, int8 [DP, W].
+
+    8-bit operands must lie contiguous along the keys. Four rows are loaded apart and joined, so that each thread holds
+    four neighbouring keys of a channel and moves them as one word.
+    """
+    a = _value_rows(v_ptr, stride_n, stride_d, start, 0, o_d, mult, zero, N, D, DP, W, HALF, INTERPRET)
+    b = _value_rows(v_ptr, stride_n, stride_d, start, 1, o_d, mult, zero, N, D, DP, W, HALF, INTERPRET)
+    c = _value_rows(v_ptr, stride_n, stride_d, start, 2, o_d, mult, zero, N, D, DP, W, HALF, INTERPRET)
+    d = _value_rows(v_ptr, stride_n, stride_d, start, 3, o_d, mult, zero, N, D, DP, W, HALF, INTERPRET)
+    vt = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (1, 0, 2, 3))
+    return tl.reshape(vt, [DP, W])
+
+
+@triton.jit
+def _exponent(
+    q, k, bias_ptr, stride_bias_m, o_m, start: tl.constexpr, mult, N: tl.constexpr, W: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Integer scores [BLOCK_M, W], with a bias their exponents; masked keys and those past N hold MASKED."""
+    e = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
+    o_n = start + tl.arange(0, W)
+    if BIAS:
+        where = (o_m < N)[:, None] & (o_n < N)[None, :]
+        bias = tl.load(
+            bias_ptr + o_m[:, None] * stride_bias_m + o_n[None, :], mask=where, other=numerics.MASKED
+        )  # fmt: skip
+        e = tl.where(bias == numerics.MASKED, numerics.MASKED, e * mult + bias)
+    elif MASK:
+        e = tl.where((o_n < N)[None, :], e, numerics.MASKED)
+    return e
+
+
+@triton.jit
+def _add_tile(
+    acc, low, sums, low_sums, e, vt, base, mult, exp_bits, start: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, BLOCK_M: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    if BIAS:
+        distance = tl.where(e == numerics.MASKED, -1, base[:, None] - e)
+    else:
+        distance = base[:, None] + e * (0 - mult)
+        if MASK:
+            distance = tl.where((start + tl.arange(0, W) < N)[None, :], distance, -1)
+    distance = numerics.reorder_keys(distance, BLOCK_M, W)
+    ones = tl.full([W, 16], 1, tl.int8)  # the row sum rides on the tensor cores
+    if HIGH:
+        p, p_low = numerics.weights_high(distance, exp_bits, INTERPRET)
+        low = tl.dot(p_low, tl.trans(vt), low, out_dtype=tl.int32)
+        low_sums = tl.dot(p_low, ones, low_sums, out_dtype=tl.int32)
+    else:
+        p = numerics.weights_standard(distance, exp_bits, INTERPRET)
+    acc = tl.dot(p, tl.trans(vt), acc, out_dtype=tl.int32)
+    sums = tl.dot(p, ones, sums, out_dtype=tl.int32)
+    return acc, low, sums, low_sums
+
+
+@triton.jit
+def fused_kernel(
+    q_ptr, k_ptr, v_ptr, bias_ptr, constants_ptr, out_ptr,
+    stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd, stride_bias_g, stride_bias_h, stride_bias_m, groups, group_magic, H,
+    N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, TAIL: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_M: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, INT8_OUT: tl.constexpr,
+    OUT_UP: tl.constexpr, HALF: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """q, k, v (B, H, N, D) float or int8 -> out (B, N, H, D). Program (i, h, b) takes query blocks i, i + STEP, ...
+
+    N is TILES full tiles of keys and, with TAIL > 0, a last one of TAIL columns.
+    """
+    COUNT: tl.constexpr = TILES + (TAIL > 0)
+    i_h = tl.program_id(1)
+    i_b = tl.program_id(2)
+    b = i_b.to(tl.int64)
+    o_d = tl.arange(0, DP)
+    c_ptr = constants_ptr + i_h * (6 * D + 8)
+    mult = tl.load(c_ptr + 6 * D)
+    exp_bits = tl.load(c_ptr + 6 * D + 1)
+    q_mult, k_mult, k_zero, v_mult, zero = numerics.load_multipliers(c_ptr, o_d, D)
+    q_ptr += b * stride_qb + i_h * stride_qh
+    k_ptr += b * stride_kb + i_h * stride_kh
+    v_ptr += b * stride_vb + i_h * stride_vh
+    out_ptr += b * (N * H * D) + i_h * D
+    if BIAS:
+        group = i_b - tl.umulhi(i_b.to(tl.uint32), group_magic.to(tl.uint32)).to(tl.int32) * groups
+        bias_ptr += group.to(tl.int64) * stride_bias_g + i_h * stride_bias_h
+
+    ks = ()
+    vts = ()
+    columns = tl.zeros([16, DP], tl.int32)
+    for i in tl.static_range(COUNT):
+        o_n = i * TILE + tl.arange(0, TILE if i < TILES else TAIL)
+        k = _load(k_ptr, stride_kn, stride_kd, o_n, o_d, N, D, DP, i >= TILES)
+        ks = ks + (numerics.quantize(k, k_mult, k_zero, HALF, INTERPRET),)
+        vt = _values(
+            v_ptr, stride_vn, stride_vd, i * TILE, o_d, v_mult, zero, N, D, DP, TILE if i < TILES else TAIL, HALF,
+            INTERPRET,
+        )  # fmt: skip
+        vts = vts + (vt,)
+        ones = tl.full([16, TILE if i < TILES else TAIL], 1, tl.int8)
+        columns = tl.dot(ones, tl.trans(vt), columns, out_dtype=tl.int32)
+    columns = tl.max(columns, 0) * 128
+
+    for i_m in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_M), STEP):
+        o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        q = _load(q_ptr, stride_qn, stride_qd, o_m, o_d, N, D, DP, True)
+        q = numerics.quantize(q, q_mult, zero, HALF, INTERPRET)
+        es = ()
+        for i in tl.static_range(COUNT):
+            e = _exponent(
+                q, ks[i], bias_ptr, stride_bias_m, o_m, i * TILE, mult, N, TILE if i < TILES else TAIL, i >= TILES, BIAS
+            )
+            if i == 0:
+                top = tl.max(e, 1)
+            else:
+                top = tl.maximum(top, tl.max(e, 1))
+            es = es + (e,)
+        if not BIAS:
+            top *= mult
+        base = top + (1 << (exp_bits - 7)) + (numerics.SHIFT_OCTAVES << exp_bits)
+        acc = tl.zeros([BLOCK_M, DP], tl.int32)
+        low = tl.zeros([BLOCK_M, DP], tl.int32)
+        sums = tl.zeros([BLOCK_M, 16], tl.int32)
+        low_sums = tl.zeros([BLOCK_M, 16], tl.int32)
+        for i in tl.static_range(COUNT):
+            acc, low, sums, low_sums = _add_tile(
+                acc, low, sums, low_sums, es[i], vts[i], base, mult, exp_bits, i * TILE, N,
+                TILE if i < TILES else TAIL, i >= TILES, BIAS, HIGH, BLOCK_M, INTERPRET,
+            )  # fmt: skip
+        row_sum = tl.max(sums, 1) + 128 * (TILES * TILE + TAIL)
+        out = numerics.normalise(
+            acc + columns[None, :], low, row_sum, tl.max(low_sums, 1), c_ptr, o_d, OUT_UP, D, HIGH, INT8_OUT,
+            out_ptr.dtype.element_ty, INTERPRET,
+        )  # fmt: skip
+        o_out = o_m[:, None] * (H * D) + o_d[None, :]
+        tl.store(out_ptr + o_out, out, mask=(o_m < N)[:, None] & (o_d < D)[None, :])
