@@ -154,6 +154,17 @@ def test_both_kernels_take_a_bias_and_both_ways_to_quantize(kind, half):
         assert torch.equal(out.cpu(), expected)
 
 
+def test_a_long_stride_between_tokens_takes_the_kernel_with_wide_offsets(monkeypatch):
+    near = torch.empty(1, 1, 4, 16, device="meta")
+    far = torch.empty_strided((1, 1, 4, 16), (0, 0, 2**29, 1), device="meta")
+    used = []
+    for name in ("fused_attention", "packed_attention"):
+        monkeypatch.setattr(launch, name, lambda *a, _name=name, **kw: used.append(_name))
+    for q in (near, far):
+        launch.attention(q, near, near, near, None, near, high=False, out_up=0, half=True)
+    assert used == ["fused_attention", "packed_attention"]
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "padded_rows", "packed"])
 def test_strides_are_followed(layout):
     (q, k, v), scales = operands((2, 3, 50, 32), torch.float16)

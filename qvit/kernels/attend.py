@@ -42,18 +42,11 @@ def _add_tile(
     distance = base[:, None] - e
     if MASK or BIAS:
         distance = tl.where(e == numerics.MASKED, -1, distance)
-    distance = numerics.reorder_keys(distance, M, W)
     vt = tl.load(vt_ptr + o_d[:, None] * NP + o_n[None, :])
     columns += tl.load(sum_ptr + start // 64 * DP + o_d)
-    ones = tl.full([W, 16], 1, tl.int8)  # the row sum rides on the tensor cores
-    if HIGH:
-        p, p_low = numerics.weights_high(distance, exp_bits, INTERPRET)
-        low = tl.dot(p_low, tl.trans(vt), low, out_dtype=tl.int32)
-        low_sums = tl.dot(p_low, ones, low_sums, out_dtype=tl.int32)
-    else:
-        p = numerics.weights_standard(distance, exp_bits, INTERPRET)
-    acc = tl.dot(p, tl.trans(vt), acc, out_dtype=tl.int32)
-    sums = tl.dot(p, ones, sums, out_dtype=tl.int32)
+    acc, low, sums, low_sums = numerics.accumulate(
+        acc, low, sums, low_sums, distance, vt, exp_bits, W, HIGH, M, INTERPRET
+    )  # fmt: skip
     return acc, low, sums, low_sums, columns
 
 

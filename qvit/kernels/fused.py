@@ -81,17 +81,7 @@ def _add_tile(
         distance = base[:, None] + e * (0 - mult)
         if MASK:
             distance = tl.where((start + tl.arange(0, W) < N)[None, :], distance, -1)
-    distance = numerics.reorder_keys(distance, BLOCK_M, W)
-    ones = tl.full([W, 16], 1, tl.int8)  # the row sum rides on the tensor cores
-    if HIGH:
-        p, p_low = numerics.weights_high(distance, exp_bits, INTERPRET)
-        low = tl.dot(p_low, tl.trans(vt), low, out_dtype=tl.int32)
-        low_sums = tl.dot(p_low, ones, low_sums, out_dtype=tl.int32)
-    else:
-        p = numerics.weights_standard(distance, exp_bits, INTERPRET)
-    acc = tl.dot(p, tl.trans(vt), acc, out_dtype=tl.int32)
-    sums = tl.dot(p, ones, sums, out_dtype=tl.int32)
-    return acc, low, sums, low_sums
+    return numerics.accumulate(acc, low, sums, low_sums, distance, vt, exp_bits, W, HIGH, BLOCK_M, INTERPRET)
 
 
 @triton.jit
@@ -111,14 +101,15 @@ def fused_kernel(
     i_h = tl.program_id(1)
     i_b = tl.program_id(2)
     b = i_b.to(tl.int64)
+    h = i_h.to(tl.int64)
     o_d = tl.arange(0, DP)
     c_ptr = constants_ptr + i_h * (6 * D + 8)
     mult = tl.load(c_ptr + 6 * D)
     exp_bits = tl.load(c_ptr + 6 * D + 1)
     q_mult, k_mult, k_zero, v_mult, zero = numerics.load_multipliers(c_ptr, o_d, D)
-    q_ptr += b * stride_qb + i_h * stride_qh
-    k_ptr += b * stride_kb + i_h * stride_kh
-    v_ptr += b * stride_vb + i_h * stride_vh
+    q_ptr += b * stride_qb + h * stride_qh
+    k_ptr += b * stride_kb + h * stride_kh
+    v_ptr += b * stride_vb + h * stride_vh
     out_ptr += b * (N * H * D) + i_h * D
     if BIAS:
         group = i_b - tl.umulhi(i_b.to(tl.uint32), group_magic.to(tl.uint32)).to(tl.int32) * groups

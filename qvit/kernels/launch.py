@@ -60,7 +60,9 @@ def attention(
         half: The constants are exact in float16.
     """
     chunk = _chunk(q.shape[0], bias)
-    launch = fused_attention if q.shape[2] <= FUSED_TOKENS else packed_attention
+    # The fused kernel's offsets inside a head are 32-bit; the packing kernel's are not.
+    reach = q.shape[2] * max(abs(x.stride(2)) for x in (q, k, v))
+    launch = fused_attention if q.shape[2] <= FUSED_TOKENS and reach < 2**31 else packed_attention
     with _device_guard(q):
         for start in range(0, q.shape[0], chunk):
             span = slice(start, start + chunk)

@@ -145,6 +145,25 @@ def weights_high(distance, exp_bits, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def accumulate(
+    acc, low, sums, low_sums, distance, vt, exp_bits, W: tl.constexpr, HIGH: tl.constexpr, BLOCK_M: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of W keys at int32 ``distance`` to P V and the row sums; ``low`` and ``low_sums`` with HIGH only."""
+    distance = reorder_keys(distance, BLOCK_M, W)
+    ones = tl.full([W, 16], 1, tl.int8)  # the row sum rides on the tensor cores
+    if HIGH:
+        p, p_low = weights_high(distance, exp_bits, INTERPRET)
+        low = tl.dot(p_low, tl.trans(vt), low, out_dtype=tl.int32)
+        low_sums = tl.dot(p_low, ones, low_sums, out_dtype=tl.int32)
+    else:
+        p = weights_standard(distance, exp_bits, INTERPRET)
+    acc = tl.dot(p, tl.trans(vt), acc, out_dtype=tl.int32)
+    sums = tl.dot(p, ones, sums, out_dtype=tl.int32)
+    return acc, low, sums, low_sums
+
+
+@triton.jit
 def leading_zeros(x, INTERPRET: tl.constexpr):
     """Leading zero bits of positive int32 x."""
     if INTERPRET:

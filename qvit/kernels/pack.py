@@ -32,12 +32,13 @@ def pack_kernel(
     i_n = tl.program_id(0)
     i_h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
+    h = i_h.to(tl.int64)
     o_n = i_n * TILE + tl.arange(0, TILE)
     o_d = tl.arange(0, DP)
     q_mult, k_mult, k_zero, v_mult, zero = numerics.load_multipliers(constants_ptr + i_h * (6 * D + 8), o_d, D)
-    q_ptr += b * stride_qb + i_h * stride_qh
-    k_ptr += b * stride_kb + i_h * stride_kh
-    v_ptr += b * stride_vb + i_h * stride_vh
+    q_ptr += b * stride_qb + h * stride_qh
+    k_ptr += b * stride_kb + h * stride_kh
+    v_ptr += b * stride_vb + h * stride_vh
     out = (b * H + i_h) * NP * DP
     _pack_rows(q_ptr, stride_qn, stride_qd, q8_ptr + out, q_mult, zero, o_n, o_d, N, D, DP, HALF, INTERPRET)
     _pack_rows(k_ptr, stride_kn, stride_kd, k8_ptr + out, k_mult, k_zero, o_n, o_d, N, D, DP, HALF, INTERPRET)

@@ -39,15 +39,18 @@ def paper_kernel(
     requant = tl.load(constants_ptr + 2)
     release = tl.load(constants_ptr + 4)
     b = i_b.to(tl.int64)
+    h = i_h.to(tl.int64)
     col_mask = (o_d < D)[None, :]
-    q_ptr += b * stride_qb + i_h * stride_qh
-    k_ptr += b * stride_kb + i_h * stride_kh
-    v_ptr += b * stride_vb + i_h * stride_vh
+    q_ptr += b * stride_qb + h * stride_qh
+    k_ptr += b * stride_kb + h * stride_kh
+    v_ptr += b * stride_vb + h * stride_vh
     if BIAS:
         group = i_b - tl.umulhi(i_b.to(tl.uint32), group_magic.to(tl.uint32)).to(tl.int32) * groups
         bias_ptr += group.to(tl.int64) * stride_bias_g + i_h * stride_bias_h
     q = tl.load(
-        q_ptr + o_m[:, None] * stride_qn + o_d[None, :] * stride_qd, mask=(o_m < N)[:, None] & col_mask, other=0
+        q_ptr + o_m.to(tl.int64)[:, None] * stride_qn + o_d[None, :] * stride_qd,
+        mask=(o_m < N)[:, None] & col_mask,
+        other=0,
     )
     top = tl.full([TILE], MINIMUM, tl.int32)
     row_sum = tl.zeros([TILE], tl.int32)
@@ -55,7 +58,9 @@ def paper_kernel(
     for start in tl.range(0, N, TILE):
         o_n = start + tl.arange(0, TILE)
         row_mask = (o_n < N)[:, None]
-        k = tl.load(k_ptr + o_n[:, None] * stride_kn + o_d[None, :] * stride_kd, mask=row_mask & col_mask, other=0)
+        k = tl.load(
+            k_ptr + o_n.to(tl.int64)[:, None] * stride_kn + o_d[None, :] * stride_kd, mask=row_mask & col_mask, other=0
+        )
         score = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
         if BIAS:
             where = (o_m < N)[:, None] & (o_n < N)[None, :]
@@ -66,7 +71,9 @@ def paper_kernel(
         weight = tl.minimum(weight, 127).to(tl.int8)
         alpha = _shift_exp2(top - new_top, one, exp_mult)
         row_sum = _scale_release(row_sum, alpha, release) + tl.sum(weight.to(tl.int32), 1)
-        v = tl.load(v_ptr + o_n[:, None] * stride_vn + o_d[None, :] * stride_vd, mask=row_mask & col_mask, other=0)
+        v = tl.load(
+            v_ptr + o_n.to(tl.int64)[:, None] * stride_vn + o_d[None, :] * stride_vd, mask=row_mask & col_mask, other=0
+        )
         acc = _scale_release(acc, alpha[:, None], release) + tl.dot(weight, v, out_dtype=tl.int32)
         top = new_top
     # Truncation toward zero by magnitudes, so that it does not hang on how a signed division rounds.
