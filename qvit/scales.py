@@ -199,9 +199,9 @@ def _exponent_units(score_scale: torch.Tensor, head_dim: int) -> tuple[torch.Ten
 def _multiplier_pairs(
     q_mult: torch.Tensor, k_mult: torch.Tensor, shrink: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multipliers of q and k with few bits whose product is ``q_mult * k_mult * shrink``, to about 2^-16.
+    """Multipliers of q and k with few bits whose product is ``q_mult * k_mult * shrink``, to about 4e-5.
 
-    Two roundings to 11 bits would leave 2^-12, which large scores show. Of 32 neighbouring values for q, take the one
+    Two roundings to 11 bits would leave 3e-4, which large scores show. Of 32 neighbouring values for q, take the one
     whose partner for k rounds best; ``shrink`` leaves both the room.
     """
     target = q_mult * k_mult * shrink

@@ -231,4 +231,6 @@ def test_scales_keep_the_product_of_q_and_k():
         s = Scales.from_tensors(q, k, v, granularity=granularity)
         unit = s.exp_mult.double() / 2.0 ** s.exp_bits.double()
         product = 64**-0.5 * S.LOG2E / (s.q_mult.double() * s.k_mult.double()) / unit[:, None]
-        assert (product - 1).abs().max() < 1.5e-4  # chosen in pairs; two roundings alone would leave 5e-4
+        # Chosen in pairs: 4e-5 rms and 4e-4 at most over random ranges, where two roundings leave 3e-4 and 9e-4.
+        assert (product - 1).square().mean().sqrt() < 1.2e-4
+        assert (product - 1).abs().max() < 4.5e-4
