@@ -19,7 +19,6 @@ from qvit.evaluation.accuracy import Comparison
 from qvit.patches.base import QuantizedModule
 
 ROOT = Path(__file__).resolve().parent.parent
-FIXTURES = ROOT.parent / "shared" / "fixtures"
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 MAX_DROP = "0.5"
 
@@ -308,21 +307,3 @@ def test_demo_gates_catch_a_wrong_softmax(script, demo, tmp_path, monkeypatch, f
     assert not gates["sqnr"]["passed"]
     if factor < 1:  # a scale that is wrong by a half costs these models too few pictures to be seen in the Top-1
         assert not gates["drop"]["passed"]
-
-
-@pytest.mark.skipif(not FIXTURES.is_dir(), reason="the trained fixtures are not beside the repository")
-def test_a_trained_deit_on_real_pictures(script, tmp_path) -> None:
-    output = tmp_path / "results.json"
-    arguments = {
-        "--model": "tiny200_deit_tiny",
-        "--checkpoint": FIXTURES / "deit_tiny_tiny200.safetensors",
-        "--data": FIXTURES / "tiny200_val_dev",
-        "--calib": FIXTURES / "tiny200_calib.parquet",
-        "--limit": 48,
-        "--calib-batches": 1,
-        "--device": "cpu",
-        "--min-sqnr": 37,
-        "--output": output,
-    }
-    assert script.main([str(part) for pair in arguments.items() for part in pair]) == 0
-    assert json.loads(output.read_text())["results"]["fp32"]["top1"] > 25
