@@ -67,7 +67,7 @@ class QuantConfig:
     """What is quantized, and how.
 
     Attributes:
-        arithmetic: "qvit" (the product), "paper" (the published code's arithmetic, scales found on every batch) or
+        arithmetic: "qvit" (the product), "paper" (close to QFlash's code, scales found on every batch) or
             "paper_text" (the published algorithm as printed; reference backend only).
         precision: "standard" (8 bits of the attention weights) or "high" (16 bits); used by "qvit" only.
         granularity: one scale per "tensor" or per "head".

@@ -298,7 +298,7 @@ def attention_paper(
     *,
     text: bool = False,
 ) -> torch.Tensor:
-    """QFlash as published (the code), or with ``text`` as Algorithm 1 prints it.
+    """QFlash close to its published code (docs/numerics.md, section 6), or with ``text`` as Algorithm 1 prints it.
 
     Args:
         q, k, v: (B, H, N, D) int8.

@@ -1,6 +1,6 @@
-"""QFlash as its authors published it (arXiv 2604.25306): tiles of 64 keys, running maximum, scale release in 64 bits.
+"""QFlash (arXiv 2604.25306): tiles of 64 keys, running maximum, scale release in 64 bits.
 
-Here to reproduce their tables, faults included; ``qvit.reference.attention_paper`` defines it.
+Here to be measured against; docs/numerics.md lists where it differs from the published code, and ``qvit.reference.attention_paper`` defines it.
 """
 
 import triton
