@@ -1,7 +1,7 @@
 """QFlash (arXiv 2604.25306): tiles of 64 keys, running maximum, scale release in 64 bits.
 
-Here to be measured against. ``qvit.reference.attention_paper`` defines it, and docs/numerics.md lists where it differs
-from the published code.
+Here to be measured against. ``qvit.reference.attention_paper`` defines it; where the published code differs,
+docs/numerics.md says so.
 """
 
 import triton
