@@ -18,8 +18,6 @@ from qvit.config import QuantConfig
 from qvit.errors import UnsupportedModuleError
 from qvit.scales import Scales
 
-MAX_HEAD_DIM = 128
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -85,7 +83,7 @@ class QuantizedModule:
             return "unknown_attribute:attn_drop"
         if module.qkv.out_features % (3 * module.num_heads):
             return "unsupported_layout"
-        if cls.head_dim_of(module) > MAX_HEAD_DIM:
+        if cls.head_dim_of(module) > ops.MAX_HEAD_DIM:
             return "head_dim_above_128"
         if not 0 < cls.scale_of(module) < float("inf"):
             return "unsupported_scale"

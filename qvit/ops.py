@@ -12,11 +12,9 @@ import torch
 
 from qvit import reference
 from qvit import scales as S
+from qvit.config import BACKENDS, PRECISIONS
 from qvit.errors import BackendError
 
-BACKENDS = ("auto", "triton", "reference")
-PRECISIONS = ("standard", "high")
-ARITHMETICS = ("qvit", "paper", "paper_text")
 MAX_HEAD_DIM = 128
 MIN_CAPABILITY = (8, 0)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -74,11 +72,17 @@ _library.define(
 
 
 def _attention(q, k, v, constants, bias, precision, out_dtype, backend, half):
+    batch, heads, tokens, head_dim = q.shape
+    if tokens > reference.MAX_TOKENS[precision]:
+        raise BackendError(
+            f"{tokens} tokens: sums of {precision} precision stay in int32 up to {reference.MAX_TOKENS[precision]}"
+        )
     if select_backend(q.device, backend) == "reference":
         return reference.attention(q, k, v, constants, bias, precision=precision, out_dtype=out_dtype)
     from qvit.kernels import launch
 
-    batch, heads, tokens, head_dim = q.shape
+    if bias is not None and bias.stride(-1) != 1:
+        bias = bias.contiguous()
     out = torch.empty(batch, tokens, heads, head_dim, dtype=out_dtype, device=q.device)
     if out.numel():
         up = reference.out_shift(tokens, precision)
@@ -153,8 +157,6 @@ def run_attention(
             raise BackendError(f"a bias for {bias.shape[0]} windows does not divide a batch of {q.shape[0]}")
         bias = bias.expand(-1, q.shape[1], -1, -1)
     if arithmetic == "qvit":
-        if bias is not None and bias.stride(-1) != 1:
-            bias = bias.contiguous()
         return torch.ops.qvit.attention(q, k, v, constants, bias, precision, q.dtype, backend, half_exact)
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = (reference.quantize_tensor(x) for x in (q, k, v))
     text = arithmetic == "paper_text"
@@ -201,8 +203,6 @@ def attention(
     constants = scales.constants(q.device)
     if addend is not None:
         addend = exponent_bias(addend, constants)
-        if addend.stride(-1) != 1:
-            addend = addend.contiguous()
     dtype = out_dtype or q.dtype
     return torch.ops.qvit.attention(q, k, v, constants, addend, precision, dtype, backend, scales.half_exact)
 
@@ -227,10 +227,6 @@ def _check(q, k, v, scales, out_dtype, precision) -> None:
     if (scales.num_heads, scales.head_dim) != (q.shape[1], q.shape[3]):
         raise BackendError(
             f"scales are for {scales.num_heads} heads of {scales.head_dim}, q has {q.shape[1]} of {q.shape[3]}"
-        )
-    if q.shape[2] > reference.MAX_TOKENS[precision]:
-        raise BackendError(
-            f"{q.shape[2]} tokens: sums of {precision} precision stay in int32 up to {reference.MAX_TOKENS[precision]}"
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise BackendError("integer attention has no gradient: run under torch.no_grad() or detach q, k and v")

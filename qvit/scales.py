@@ -8,6 +8,7 @@ see. ``docs/numerics.md`` states the arithmetic that these constants feed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -267,7 +268,7 @@ class Scales:
     def head_dim(self) -> int:
         return self.q_mult.shape[1]
 
-    @property
+    @functools.cached_property
     def half_exact(self) -> bool:
         """Multipliers and zero points are exact in float16, so that float16 operands can be quantized in it."""
         mults = torch.stack([self.q_mult, self.k_mult, self.v_mult])

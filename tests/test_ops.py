@@ -128,6 +128,8 @@ def test_shapes_beyond_the_bounds():
     scales = Scales.from_tensors(*torch.randn(3, 1, 1, 2, 1))
     long = torch.zeros(1, 1, R.MAX_TOKENS["high"] + 1, 1)
     refused("int32 up to 16500", long, long, long, scales, precision="high")
+    with pytest.raises(BackendError, match="int32 up to 16500"):  # as modules call it
+        qvit.ops.run_attention(long, long, long, scales.constants(), softmax_scale=1.0, precision="high")
 
 
 def test_masks_that_mean_nothing():

@@ -75,8 +75,7 @@ def attend_kernel(
     vt_ptr += head * NP * DP
     sum_ptr += head * (NP // TILE) * DP
     if BIAS:
-        group = i_b - tl.umulhi(i_b.to(tl.uint32), group_magic.to(tl.uint32)).to(tl.int32) * groups
-        bias_ptr += group.to(tl.int64) * stride_bias_g + i_h * stride_bias_h
+        bias_ptr = numerics.bias_of(bias_ptr, i_b, i_h, stride_bias_g, stride_bias_h, groups, group_magic)
     q = tl.load(q_ptr + head * NP * DP + o_m[:, None] * DP + o_d[None, :], mask=(o_m < NP)[:, None], other=0)
 
     best = tl.full([BLOCK_M, TILE], numerics.MASKED, tl.int32)

@@ -112,8 +112,7 @@ def fused_kernel(
     v_ptr += b * stride_vb + h * stride_vh
     out_ptr += b * (N * H * D) + i_h * D
     if BIAS:
-        group = i_b - tl.umulhi(i_b.to(tl.uint32), group_magic.to(tl.uint32)).to(tl.int32) * groups
-        bias_ptr += group.to(tl.int64) * stride_bias_g + i_h * stride_bias_h
+        bias_ptr = numerics.bias_of(bias_ptr, i_b, i_h, stride_bias_g, stride_bias_h, groups, group_magic)
 
     ks = ()
     vts = ()

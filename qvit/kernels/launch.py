@@ -61,7 +61,7 @@ def attention(
     """
     chunk = _chunk(q.shape[0], bias)
     # The fused kernel's offsets inside a head are 32-bit; the packing kernel's are not.
-    reach = q.shape[2] * max(abs(x.stride(2)) for x in (q, k, v))
+    reach = max(q.shape[2] * x.stride(2) + q.shape[3] * x.stride(3) for x in (q, k, v))
     launch = fused_attention if q.shape[2] <= FUSED_TOKENS and reach < 2**31 else packed_attention
     with _device_guard(q):
         for start in range(0, q.shape[0], chunk):

@@ -52,6 +52,13 @@ _QUANTIZE_HALF = tl.constexpr(
 
 
 @triton.jit
+def bias_of(bias_ptr, i_b, i_h, stride_g, stride_h, groups, group_magic):
+    """Where the bias of batch i_b, head i_h begins; batch b takes window b % groups, found without a division."""
+    group = i_b - tl.umulhi(i_b.to(tl.uint32), group_magic.to(tl.uint32)).to(tl.int32) * groups
+    return bias_ptr + group.to(tl.int64) * stride_g + i_h.to(tl.int64) * stride_h
+
+
+@triton.jit
 def load_multipliers(c_ptr, o_d, D: tl.constexpr):
     """q's, k's multipliers, k's zero points, v's multipliers, and a vector of zeros, float32 [DP]."""
     mask = o_d < D

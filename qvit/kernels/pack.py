@@ -16,7 +16,7 @@ def _pack_rows(
     HALF: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     mask = (o_n < N)[:, None] & (o_d < D)[None, :]
-    x = tl.load(x_ptr + o_n.to(tl.int64)[:, None] * stride_n + o_d[None, :] * stride_d, mask=mask, other=0)
+    x = tl.load(x_ptr + o_n.to(tl.int64)[:, None] * stride_n + o_d.to(tl.int64)[None, :] * stride_d, mask=mask, other=0)
     x = numerics.quantize(x, mult, zero, HALF, INTERPRET)
     tl.store(out_ptr + o_n[:, None] * DP + o_d[None, :], tl.where(mask, x, 0))
 
@@ -44,7 +44,9 @@ def pack_kernel(
     _pack_rows(k_ptr, stride_kn, stride_kd, k8_ptr + out, k_mult, k_zero, o_n, o_d, N, D, DP, HALF, INTERPRET)
     o_k = i_n * TILE + numerics.key_at(tl.arange(0, TILE))
     mask = (o_k < N)[:, None] & (o_d < D)[None, :]
-    v = tl.load(v_ptr + o_k.to(tl.int64)[:, None] * stride_vn + o_d[None, :] * stride_vd, mask=mask, other=0)
+    v = tl.load(
+        v_ptr + o_k.to(tl.int64)[:, None] * stride_vn + o_d.to(tl.int64)[None, :] * stride_vd, mask=mask, other=0
+    )
     v = numerics.quantize(v, v_mult, zero, HALF, INTERPRET)
     tl.store(vt_ptr + out + o_d[:, None] * NP + o_n[None, :], tl.trans(v))
     o_sum = ((b * H + i_h) * (NP // TILE) + i_n) * DP + o_d

@@ -7,6 +7,8 @@ docs/numerics.md says so.
 import triton
 import triton.language as tl
 
+from qvit.kernels import numerics
+
 
 @triton.jit
 def _shift_exp2(x, one, exp_mult):
@@ -46,10 +48,9 @@ def paper_kernel(
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
     if BIAS:
-        group = i_b - tl.umulhi(i_b.to(tl.uint32), group_magic.to(tl.uint32)).to(tl.int32) * groups
-        bias_ptr += group.to(tl.int64) * stride_bias_g + i_h * stride_bias_h
+        bias_ptr = numerics.bias_of(bias_ptr, i_b, i_h, stride_bias_g, stride_bias_h, groups, group_magic)
     q = tl.load(
-        q_ptr + o_m.to(tl.int64)[:, None] * stride_qn + o_d[None, :] * stride_qd,
+        q_ptr + o_m.to(tl.int64)[:, None] * stride_qn + o_d.to(tl.int64)[None, :] * stride_qd,
         mask=(o_m < N)[:, None] & col_mask,
         other=0,
     )
@@ -60,7 +61,9 @@ def paper_kernel(
         o_n = start + tl.arange(0, TILE)
         row_mask = (o_n < N)[:, None]
         k = tl.load(
-            k_ptr + o_n.to(tl.int64)[:, None] * stride_kn + o_d[None, :] * stride_kd, mask=row_mask & col_mask, other=0
+            k_ptr + o_n.to(tl.int64)[:, None] * stride_kn + o_d.to(tl.int64)[None, :] * stride_kd,
+            mask=row_mask & col_mask,
+            other=0,
         )
         score = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
         if BIAS:
@@ -73,7 +76,9 @@ def paper_kernel(
         alpha = _shift_exp2(top - new_top, one, exp_mult)
         row_sum = _scale_release(row_sum, alpha, release) + tl.sum(weight.to(tl.int32), 1)
         v = tl.load(
-            v_ptr + o_n.to(tl.int64)[:, None] * stride_vn + o_d[None, :] * stride_vd, mask=row_mask & col_mask, other=0
+            v_ptr + o_n.to(tl.int64)[:, None] * stride_vn + o_d.to(tl.int64)[None, :] * stride_vd,
+            mask=row_mask & col_mask,
+            other=0,
         )
         acc = _scale_release(acc, alpha[:, None], release) + tl.dot(weight, v, out_dtype=tl.int32)
         top = new_top
