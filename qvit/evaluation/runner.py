@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -91,6 +92,30 @@ class EvaluationOptions:
             raise ConfigError(f"workers must not be negative, not {self.workers}")
         if self.device.split(":")[0] == "cuda" and not torch.cuda.is_available():
             raise BackendError("--device cuda, but torch sees no CUDA device here: use --device cpu")
+
+
+_SHARED = ("model", "data", "checkpoint", "device", "batch_size", "workers", "limit", "calib", "max_drop")
+
+
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the arguments that every evaluating script has; :func:`shared_options` reads them back."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="short name of a YAML in configs/, or the path of one")
+    parser.add_argument("--data", help="demo, a folder or file of parquet or arrow, an ImageFolder, or a Hub name")
+    parser.add_argument("--checkpoint", help=".safetensors, .pth or .pt file instead of timm's weights")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--workers", type=int, help="processes that decode pictures")
+    parser.add_argument("--limit", type=int, help="evaluate so many pictures, evenly spread over the set")
+    parser.add_argument("--calib", help="source of calibration pictures; default: the training split beside --data")
+    help_text = "allowed drop of Top-1 in points, by the paired test; with it, the YAML's min_sqnr counts too"
+    parser.add_argument("--max-drop", type=float, help=help_text)
+    return parser
+
+
+def shared_options(arguments: argparse.Namespace) -> dict:
+    """Those of `EvaluationOptions` that :func:`argument_parser` asked for, by name."""
+    return {name: getattr(arguments, name) for name in _SHARED}
 
 
 def run_evaluation(options: EvaluationOptions, config_folder: Path) -> dict:
