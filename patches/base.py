@@ -1,4 +1,4 @@
-"""What all quantized host classes share: the swap and the way back, the checks of a call, and the integer core.
+"""What all quantized host classes share: the swap and the way back, the checks of a call, and the core.
 
 A quantized class is a module-level subclass of its host class. The swap assigns ``module.__class__`` and adds
 non-persistent buffers, so parameters, hooks, names and ``state_dict`` keys stay, and deep copies and pickles work.
@@ -7,13 +7,15 @@ non-persistent buffers, so parameters, hooks, names and ``state_dict`` keys stay
 from __future__ import annotations
 
 import inspect
+import operator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from qvit import ops
+from qvit import ops, speed
 from qvit.config import QuantConfig
 from qvit.errors import UnsupportedModuleError
 from qvit.scales import Scales
@@ -28,6 +30,7 @@ class Settings:
     backend: str
     softmax_scale: float
     half_exact: bool
+    skip_slower: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,11 @@ class CoreInputs(NamedTuple):
 class QuantizedModule:
     """Mixin of the quantized classes. A subclass names its host and describes the host's forward up to the core.
 
-    `refuse`, `heads_of`, `head_dim_of`, `scale_of` and `core_inputs` take any module of the host's class, swapped
-    or not: calibration calls them on the float module.
+    `refuse`, `heads_of`, `head_dim_of`, `scale_of`, `core_inputs` and `float_bias` take any module of the host's class,
+    swapped or not: calibration calls them on the float module. `masks` are the arguments of the host's forward after x.
+
+    A swapped module has `qvit_choice`: None until `skip_slower` has had a choice, then the recorded times (None where
+    there are none) and whether the last forward's attention was float.
     """
 
     host: ClassVar[type[nn.Module]]
@@ -118,6 +124,26 @@ class QuantizedModule:
         return qkv.unbind(0)
 
     @classmethod
+    def core_inputs(cls, module: nn.Module, x: torch.Tensor, *masks: Any, **named_masks: Any) -> CoreInputs:
+        """Operands of the core for the arguments of `forward`."""
+        q, k, v = cls.project(module, x)
+        return CoreInputs(q, k, v, cls.float_bias(module, q, *masks, **named_masks))
+
+    @classmethod
+    def float_bias(cls, module: nn.Module, q: torch.Tensor, *masks: Any) -> torch.Tensor | None:
+        """The bias of `CoreInputs`."""
+        raise NotImplementedError
+
+    def integer_bias(self, q: torch.Tensor, *masks: Any) -> torch.Tensor | None:
+        """The bias as the operator takes it."""
+        return core_bias(self.float_bias(self, q, *masks), self.qvit_constants, self.qvit_settings.arithmetic)
+
+    @staticmethod
+    def is_biased(*masks: Any) -> bool:
+        """True where `float_bias` is not None; asked before anything is computed."""
+        raise NotImplementedError
+
+    @classmethod
     def build_buffers(cls, module: nn.Module, scales: Scales, config: QuantConfig) -> dict[str, torch.Tensor]:
         """Non-persistent buffers of the swapped module, on the device of its weights; changes nothing."""
         return {"qvit_constants": scales.constants().to(module.qkv.weight.device)}
@@ -126,7 +152,12 @@ class QuantizedModule:
     def swap(cls, module: nn.Module, scales: Scales, config: QuantConfig, sqnr_db: float | None) -> None:
         """Turns a module of the host's class into this class, in place. Everything that can fail comes first."""
         settings = Settings(
-            config.arithmetic, config.precision, config.backend, cls.scale_of(module), scales.half_exact
+            config.arithmetic,
+            config.precision,
+            config.backend,
+            cls.scale_of(module),
+            scales.half_exact,
+            config.skip_slower,
         )
         buffers = cls.build_buffers(module, scales, config)
         module.__class__ = cls
@@ -134,13 +165,14 @@ class QuantizedModule:
             module.register_buffer(name, buffer, persistent=False)
         module.qvit_settings = settings
         module.qvit_record = Record(config, sqnr_db)
+        module.qvit_choice = None
 
     def unswap(self) -> None:
         """Gives the host's class back and removes everything that `swap` added."""
         self.__class__ = self.host
         for name in [n for n in self._buffers if n.startswith("qvit_")]:
             delattr(self, name)
-        del self.qvit_settings, self.qvit_record
+        del self.qvit_settings, self.qvit_record, self.qvit_choice
 
     def require_inference(self, x: torch.Tensor) -> None:
         """Raises UnsupportedModuleError in training mode, or where a gradient would be lost."""
@@ -154,9 +186,25 @@ class QuantizedModule:
                 "torch.inference_mode() or torch.no_grad()"
             )
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Integer attention of q, k, v (B, H, N, D) with a bias as `core_bias` gives it; returns (B, N, H * D)."""
-        return run_core(q, k, v, bias, self.qvit_constants, self.qvit_settings).flatten(2)
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: Any) -> torch.Tensor:
+        """Attention of q, k, v (B, H, N, D) in integers, or as `skip_slower` chooses; returns (B, N, H * D)."""
+        settings = self.qvit_settings
+        if settings.skip_slower and self.float_is_faster(q, *masks):
+            out = run_float_core(q, k, v, self.float_bias(self, q, *masks), settings.softmax_scale)
+        else:
+            out = run_core(q, k, v, self.integer_bias(q, *masks), self.qvit_constants, settings)
+        return out.flatten(2)
+
+    def float_is_faster(self, q: torch.Tensor, *masks: Any) -> bool:
+        """True where recorded times say so for this device, type and shape; kept in `qvit_choice` for the report.
+
+        torch.compile sees a constant: `index` makes it compile anew for each batch size, even where sizes are dynamic.
+        """
+        sizes = [operator.index(size) for size in q.shape]
+        times = speed.times_on(q.device, q.dtype, self.qvit_settings.precision, *sizes, self.is_biased(*masks))
+        in_float = times is not None and times[1] < times[0]
+        self.qvit_choice = (times, in_float)
+        return in_float
 
 
 def run_core(
@@ -180,6 +228,18 @@ def run_core(
         backend=settings.backend,
         half_exact=settings.half_exact,
     )
+
+
+@torch.no_grad()  # the integer core gives no gradient either, and which one runs goes by the batch
+def run_float_core(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, softmax_scale: float
+) -> torch.Tensor:
+    """PyTorch's attention of the core's operands, in their own type; returns (B, N, H, D)."""
+    if bias is not None:
+        bias = bias if bias.dtype == torch.bool else bias.to(q.dtype)
+        if 1 < len(bias) < len(q):
+            bias = bias.repeat(len(q) // len(bias), 1, 1, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=softmax_scale).transpose(1, 2)
 
 
 def core_bias(bias: torch.Tensor | None, constants: torch.Tensor, arithmetic: str) -> torch.Tensor | None:

@@ -1,7 +1,8 @@
 """timm's Swin `WindowAttention` (first version).
 
 Modifications:
-- the product of queries and keys, the softmax and the product with the values run in integers;
+- the product of queries and keys, the softmax and the product with the values run in integers (with `skip_slower`,
+  where that is not slower);
 - the relative position bias is held in exponent units, and renewed whenever its table may have changed;
 - training mode, and an input that requires a gradient, are errors.
 """
@@ -18,7 +19,7 @@ from torch import nn
 from qvit import ops
 from qvit.config import QuantConfig
 from qvit.errors import UnsupportedModuleError
-from qvit.patches.base import CoreInputs, QuantizedModule, core_bias
+from qvit.patches.base import QuantizedModule
 from qvit.scales import Scales
 
 
@@ -39,13 +40,22 @@ class QuantizedWindowAttention(QuantizedModule, WindowAttention):
         return super().refuse(module)
 
     @classmethod
-    def core_inputs(cls, module: nn.Module, x: torch.Tensor, mask: torch.Tensor | None = None) -> CoreInputs:
-        """Operands of the core for the arguments of `forward`; the bias is float."""
-        q, k, v = cls.project(module, x)
+    def float_bias(cls, module: nn.Module, q: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """The relative position bias, with the mask if there is one; float32 (1 or num_windows, H, N, N)."""
         bias = module._get_rel_pos_bias().float()
-        if mask is not None:
-            bias = bias + _window_mask(q, mask)
-        return CoreInputs(q, k, v, bias)
+        return bias if mask is None else bias + _window_mask(q, mask)
+
+    def integer_bias(self, q: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """The bias as the operator takes it; without a mask, the one that is held."""
+        if mask is None and self.qvit_settings.arithmetic == "qvit":
+            return self.qvit_bias
+        # Exponent units are relative to each row's maximum, so the sum has to be made in float.
+        return super().integer_bias(q, mask)
+
+    @staticmethod
+    def is_biased(mask: torch.Tensor | None = None) -> bool:
+        """True: there is always the relative position bias."""
+        return True
 
     @classmethod
     def build_buffers(cls, module: nn.Module, scales: Scales, config: QuantConfig) -> dict[str, torch.Tensor]:
@@ -67,14 +77,8 @@ class QuantizedWindowAttention(QuantizedModule, WindowAttention):
             UnsupportedModuleError: Training mode, an input that requires a gradient, or a mask that does not fit.
         """
         self.require_inference(x)
-        if mask is None and self.qvit_settings.arithmetic == "qvit":
-            q, k, v = self.project(self, x)
-            bias = self.qvit_bias
-        else:
-            # Exponent units are relative to each row's maximum, so the sum has to be made in float.
-            q, k, v, bias = self.core_inputs(self, x, mask)
-            bias = core_bias(bias, self.qvit_constants, self.qvit_settings.arithmetic)
-        return self.proj_drop(self.proj(self.attend(q, k, v, bias)))
+        q, k, v = self.project(self, x)
+        return self.proj_drop(self.proj(self.attend(q, k, v, mask)))
 
     def set_window_size(self, window_size: Any) -> None:
         """Changes the window as the host does, and renews the bias; the scales stay as calibrated."""

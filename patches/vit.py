@@ -1,7 +1,8 @@
 """timm's shared `Attention`: ViT, DeiT, DINOv2, CLIP, SigLIP, hybrids and more.
 
 Modifications:
-- the product of queries and keys, the softmax and the product with the values run in integers;
+- the product of queries and keys, the softmax and the product with the values run in integers (with `skip_slower`,
+  where that is not slower);
 - `attn_mask` and `is_causal` become a bias in exponent units; giving both is an error;
 - training mode, and an input that requires a gradient, are errors.
 Query/key normalisation, the normalisation and the gate before the output projection, and all projections stay float.
@@ -14,7 +15,7 @@ from timm.layers import register_notrace_module
 from timm.models.vision_transformer import Attention
 from torch import nn
 
-from qvit.patches.base import CoreInputs, QuantizedModule, attention_mask, core_bias, same_dtype
+from qvit.patches.base import QuantizedModule, attention_mask, same_dtype
 
 
 @register_notrace_module  # a leaf for symbolic tracing
@@ -32,12 +33,16 @@ class QuantizedAttention(QuantizedModule, Attention):
         return same_dtype(_optional(module, "q_norm", q), _optional(module, "k_norm", k), v)
 
     @classmethod
-    def core_inputs(
-        cls, module: nn.Module, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False
-    ) -> CoreInputs:
-        """Operands of the core for the arguments of `forward`."""
-        q, k, v = cls.project(module, x)
-        return CoreInputs(q, k, v, attention_mask(q, attn_mask, is_causal, cls.host))
+    def float_bias(
+        cls, module: nn.Module, q: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False
+    ) -> torch.Tensor | None:
+        """The mask arguments as one bias."""
+        return attention_mask(q, attn_mask, is_causal, cls.host)
+
+    @staticmethod
+    def is_biased(attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> bool:
+        """True with a mask."""
+        return attn_mask is not None or is_causal
 
     def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
         """Attention of x (B, N, C); returns (B, N, dim_out) in the dtype of the projections.
@@ -46,9 +51,8 @@ class QuantizedAttention(QuantizedModule, Attention):
             UnsupportedModuleError: Training mode, an input that requires a gradient, or a mask that does not fit.
         """
         self.require_inference(x)
-        q, k, v, mask = self.core_inputs(self, x, attn_mask, is_causal)
-        out = self.attend(q, k, v, core_bias(mask, self.qvit_constants, self.qvit_settings.arithmetic))
-        out = _optional(self, "norm", out)
+        q, k, v = self.project(self, x)
+        out = _optional(self, "norm", self.attend(q, k, v, attn_mask, is_causal))
         if getattr(self, "gate", None) is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))

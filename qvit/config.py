@@ -75,6 +75,8 @@ class QuantConfig:
         qk_balance: share the ranges of Q's and K's channels out between the two.
         v_channels: one scale per channel of V.
         backend: "auto" (by device), "triton" or "reference".
+        skip_slower: a module computes in float where the recorded times (`qvit.speed`) say that float is faster for
+            the device and the batch; `qvit.report` says which ran. For "qvit" on Triton, whose times are recorded.
         exclude: fnmatch patterns of module names that stay float.
         calibration: how ranges become scales.
 
@@ -89,6 +91,7 @@ class QuantConfig:
     qk_balance: bool = True
     v_channels: bool = True
     backend: str = "auto"
+    skip_slower: bool = False
     exclude: tuple[str, ...] = ()
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
@@ -97,7 +100,7 @@ class QuantConfig:
         _require_choice("precision", self.precision, PRECISIONS)
         _require_choice("granularity", self.granularity, GRANULARITIES)
         _require_choice("backend", self.backend, BACKENDS)
-        for key in ("k_offset", "qk_balance", "v_channels"):
+        for key in ("k_offset", "qk_balance", "v_channels", "skip_slower"):
             _require(isinstance(getattr(self, key), bool), key, getattr(self, key), "true or false")
         is_list = isinstance(self.exclude, (list, tuple)) and all(isinstance(item, str) for item in self.exclude)
         _require(is_list, "exclude", self.exclude, "a list of module name patterns")
@@ -106,6 +109,9 @@ class QuantConfig:
         _require(is_config, "calibration", self.calibration, "a CalibrationConfig")
         if self.arithmetic == "paper_text":
             _require(self.backend != "triton", "backend", self.backend, "'auto' or 'reference' for paper_text")
+        timed = self.arithmetic == "qvit" and self.backend != "reference"
+        expected = "false with a paper arithmetic or the reference backend, of which no times are recorded"
+        _require(timed or not self.skip_slower, "skip_slower", self.skip_slower, expected)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantConfig:

@@ -50,7 +50,7 @@ def intensity(distance: torch.Tensor, exp_bits: torch.Tensor, *, curve: bool) ->
     octaves = distance >> exp_bits
     complement = 0xFFFFFFFF - ((distance << (32 - exp_bits)) & 0xFFFFFFFF)
     if curve:
-        slope = (complement * 0x55555555 >> 32) + 0xAAAAAAAA
+        slope = 0xFFFFFFFF - ((0xFFFFFFFF - complement) * 0x55555555 >> 32)
         # A product of two 32-bit numbers needs 64 bits without a sign: take it in two halves of the slope.
         complement = (complement * (slope >> 16) + (complement * (slope & 0xFFFF) >> 16)) >> 16
     return (complement + 2**32) >> (octaves + S.SHIFT_OCTAVES).clamp_max(32)

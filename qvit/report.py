@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from qvit import ops
+from qvit import ops, speed
 from qvit.config import QuantConfig
 from qvit.discovery import Site, find_attention
 from qvit.errors import BackendError
 
-_COLUMNS = ("name", "type", "status", "heads", "head_dim", "backend", "precision", "sqnr_db", "reason")
+_COLUMNS = (
+    *("name", "type", "status", "heads", "head_dim", "backend", "precision", "sqnr_db"),
+    *("integer_us", "float_us", "attention", "reason"),
+)
+_FLOAT = "float"
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,9 @@ class Row:
         backend: What runs it on its present device: "triton" or "reference"; empty when left.
         precision: "standard" or "high", or the arithmetic's name for "paper" and "paper_text"; empty when left.
         sqnr_db: Signal to quantization noise of the integer core on a calibration batch; None when left.
+        integer_us, float_us: With `skip_slower`, the recorded microseconds for the last forward's batch; None without.
+        attention: With `skip_slower`, what computed the last forward: "float" or "integers", with a reason where no
+            times are recorded; or that each call decides. As Python last ran it: replays of CUDA graphs do not count.
     """
 
     name: str
@@ -40,6 +47,9 @@ class Row:
     backend: str = ""
     precision: str = ""
     sqnr_db: float | None = None
+    integer_us: float | None = None
+    float_us: float | None = None
+    attention: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class Report:
 
     @property
     def swapped(self) -> int:
-        """Number of modules that run in integers."""
+        """Number of swapped modules: they run in integers, but for the calls that `skip_slower` gives to float."""
         return sum(row.status == "swapped" for row in self.rows)
 
     @property
@@ -70,6 +80,9 @@ class Report:
 
     def __str__(self) -> str:
         head = f"{self.swapped} of {self.total} attention modules run in integers"
+        in_float = sum(row.attention == _FLOAT for row in self.rows)
+        if in_float:
+            head += f"; by skip_slower, {in_float} of these ran in float at the last forward"
         if not self.rows:
             return head
         cells = [[_cell(getattr(row, column)) for column in _COLUMNS] for row in self.rows]
@@ -95,6 +108,7 @@ def _row(site: Site) -> Row:
             heads, head_dim = site.adapter.heads_of(module), site.adapter.head_dim_of(module)
         return Row(site.name, site.type_name, "left", site.reason or "not_quantized", _int(heads), _int(head_dim))
     config: QuantConfig = module.qvit_record.config
+    integer_us, float_us, attention = _choice(module, config)
     return Row(
         name=site.name,
         type=site.type_name,
@@ -104,7 +118,26 @@ def _row(site: Site) -> Row:
         backend=_backend(module.qvit_constants.device, config),
         precision=config.precision if config.arithmetic == "qvit" else config.arithmetic,
         sqnr_db=module.qvit_record.sqnr_db,
+        integer_us=integer_us,
+        float_us=float_us,
+        attention=attention,
     )
+
+
+def _choice(module: nn.Module, config: QuantConfig) -> tuple[float | None, float | None, str]:
+    """Both recorded times, and what `skip_slower` made of them."""
+    device = module.qvit_constants.device
+    if not config.skip_slower:
+        return None, None, ""
+    if not speed.is_recorded(device):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return None, None, f"integers: no times recorded for {name}"
+    if module.qvit_choice is None:
+        return None, None, "decided at each call"
+    times, in_float = module.qvit_choice
+    if times is None:
+        return None, None, "integers: no times recorded for this shape or type"
+    return *times, _FLOAT if in_float else "integers"
 
 
 def _backend(device: torch.device, config: QuantConfig) -> str:

@@ -30,7 +30,7 @@ _LEAST_K_RANGE = 1 / 64  # of K's middle: half precision resolves little below, 
 # Layout of a row of constants, after the six vectors over channels.
 Q_MULT, K_MULT, K_ZERO, V_MULT, V_SCALE, O_RATIO = range(6)
 VECTORS = 6
-EXP_MULT, EXP_BITS, BIAS_MULT, BIAS_FLOOR, O_SCALE, O_RATIO_BITS = range(6)
+EXP_MULT, EXP_BITS, BIAS_MULT, BIAS_FLOOR, O_SCALE, O_RATIO_BITS, MASKED_SCORE = range(7)
 SCALARS = 8
 
 
@@ -332,8 +332,18 @@ class Scales:
         bias_mult = (LOG2E * torch.exp2(self.exp_bits.double())).float()
         score_range = 2 * QMAX**2 * self.head_dim * self.exp_mult.long()
         bias_floor = (-score_range - (DEAD_OCTAVES << self.exp_bits.long())).int()
+        # Below every score by 64 octaves: without weight, and its distance from any score fits into 32 bits.
+        masked = -(QMAX**2) * self.head_dim - (64 << self.exp_bits.long()) // self.exp_mult - 1
         o_bits = torch.full_like(self.exp_bits, bits)
-        scalars = [self.exp_mult, self.exp_bits, _bits(bias_mult), bias_floor, _bits(self.o_scale), o_bits]
+        scalars = [
+            self.exp_mult,
+            self.exp_bits,
+            _bits(bias_mult),
+            bias_floor,
+            _bits(self.o_scale),
+            o_bits,
+            masked.int(),
+        ]
         scalars += [torch.zeros_like(o_bits)] * (SCALARS - len(scalars))
         return torch.cat([*map(_bits, vectors), o_ratio, torch.stack(scalars, 1)], 1).contiguous()
 

@@ -17,6 +17,7 @@ def test_defaults():
         "auto",
     )
     assert config.k_offset and config.qk_balance and config.v_channels
+    assert config.skip_slower is False
     assert config.calibration == CalibrationConfig(method="absmax", percentile=99.99, batches=8)
 
 
@@ -38,6 +39,9 @@ def test_frozen_and_hashable():
         ({"k_offset": 1}, ["k_offset", "1"]),
         ({"qk_balance": "yes"}, ["qk_balance", "yes"]),
         ({"v_channels": None}, ["v_channels", "None"]),
+        ({"skip_slower": 1}, ["skip_slower", "1"]),
+        ({"skip_slower": True, "arithmetic": "paper"}, ["skip_slower", "True", "paper"]),
+        ({"skip_slower": True, "backend": "reference"}, ["skip_slower", "True", "reference"]),
         ({"exclude": "blocks.0.*"}, ["exclude", "blocks.0.*"]),
         ({"exclude": [1]}, ["exclude"]),
         ({"calibration": 3}, ["calibration", "3"]),
@@ -67,6 +71,16 @@ def test_dict_round_trip():
     )
     assert QuantConfig.from_dict(config.to_dict()) == config
     assert QuantConfig.from_dict({}) == QuantConfig()
+
+
+def test_skip_slower_round_trips_and_older_files_lack_it(tmp_path):
+    config = QuantConfig(skip_slower=True)
+    values = config.to_dict()
+    assert values["skip_slower"] is True and QuantConfig.from_dict(values) == config
+    del values["skip_slower"]
+    assert QuantConfig.from_dict(values) == QuantConfig()
+    (tmp_path / "c.yaml").write_text("skip_slower: true\n")
+    assert QuantConfig.from_yaml(tmp_path / "c.yaml") == config
 
 
 def test_yaml(tmp_path):

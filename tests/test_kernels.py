@@ -10,12 +10,13 @@ from qvit import reference as R
 from qvit.kernels import launch, numerics
 
 CUDA = torch.cuda.is_available()
+HOPPER = CUDA and launch._is_hopper(torch.cuda.current_device())
 DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = pytest.mark.skipif(not (CUDA or numerics.INTERPRETED), reason="needs a GPU or Triton's interpreter")
 
 # Small enough for the interpreter; a GPU takes the grid of sequence lengths and head dimensions as well.
 SHAPES = [(1, 1, 1, 16), (2, 2, 49, 32), (1, 2, 65, 48), (1, 1, 130, 72), (1, 2, 197, 64), (1, 1, 64, 128)]
-GRID_N = (1, 16, 49, 50, 64, 144, 196, 197, 198, 257, 320, 321, 577, 1025)
+GRID_N = (1, 16, 49, 50, 64, 65, 100, 128, 144, 196, 197, 198, 257, 320, 321, 577, 1025)
 GRID_D = (16, 20, 32, 48, 64, 72, 80, 88, 96, 104, 128)
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.int8]
 
@@ -123,7 +124,8 @@ PACKED = [
     {"block_m": 128, "num_warps": 8},
     {"block_m": 128, "num_stages": 2},
 ]
-CONFIGS = [("fused", c) for c in FUSED] + [("packed", c) for c in PACKED]
+HOPPERS = [{"step": 1}, {"step": 3}, {"step": 4, "stagger": 0}, {"step": 1, "stagger": 500}]
+CONFIGS = [(k, c) for k, cs in (("fused", FUSED), ("packed", PACKED), ("hopper", HOPPERS * HOPPER)) for c in cs]
 
 
 @pytest.mark.parametrize(
@@ -134,9 +136,37 @@ def test_launch_configuration_changes_nothing(kind, config, high, poisoned):
     (q, k, v), scales = operands((1, 2, 197, 64), torch.float16)
     expected = attention(q.cpu(), k.cpu(), v.cpu(), scales, precision="high" if high else "standard")
     out = torch.empty(1, 197, 2, 64, dtype=torch.float16, device=DEVICE)
-    run = {"fused": launch.fused_attention, "packed": launch.packed_attention}[kind]
+    run = getattr(launch, kind + "_attention")
     run(q, k, v, scales.constants(DEVICE), None, out, high=high, out_up=8, half=True, **config)
     assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_every_row_of_the_launch_table_changes_nothing():
+    for row in launch._table():
+        if tuple(row["capability"]) != torch.cuda.get_device_capability():
+            continue
+        tokens = min(row["tokens"][1], row["tokens"][0] + 9)
+        (q, k, v), scales = operands((2, 2, tokens, row["head_dim"]), torch.float16)
+        out = torch.empty(2, tokens, 2, row["head_dim"], dtype=torch.float16, device=DEVICE)
+        run = getattr(launch, row["kind"] + "_attention")
+        run(q, k, v, scales.constants(DEVICE), None, out, high=False, out_up=4, half=True, **row["config"])
+        assert torch.equal(out.cpu(), attention(q.cpu(), k.cpu(), v.cpu(), scales)), row
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("tokens", [65, 100, 197, 257], ids="N{}".format)
+def test_both_kernels_of_one_launch_agree(tokens, dtype):
+    """Odd head dimensions, rows with a stride, every type: the Hopper kernel against the one for all GPUs."""
+    for head_dim in (20, 64):
+        (q, k, v), scales = operands((3, 2, tokens, head_dim), dtype)
+        for high, out_dtype in ((False, torch.int8), (True, torch.bfloat16)):
+            out = [torch.full((3, tokens, 2, head_dim), 77, dtype=out_dtype, device=DEVICE) for _ in range(2)]
+            up = R.out_shift(tokens, "high" if high else "standard")
+            for run, result in zip((launch.hopper_attention, launch.fused_attention), out, strict=True):
+                run(q, k, v, scales.constants(DEVICE), None, result, high=high, out_up=up, half=scales.half_exact)
+            assert torch.equal(*out)
 
 
 @pytest.mark.parametrize("kind", ["fused_attention", "packed_attention"])
@@ -159,7 +189,7 @@ def test_a_long_stride_between_tokens_takes_the_kernel_with_wide_offsets(monkeyp
     far = torch.empty_strided((1, 1, 4, 16), (0, 0, 2**29, 1), device="meta")
     far_channels = torch.empty_strided((1, 1, 4, 16), (0, 0, 1, 2**27), device="meta")
     used = []
-    for name in ("fused_attention", "packed_attention"):
+    for name in ("fused_attention", "packed_attention", "hopper_attention"):
         monkeypatch.setattr(launch, name, lambda *a, _name=name, **kw: used.append(_name))
     for q in (near, far, far_channels):
         launch.attention(q, near, near, near, None, near, high=False, out_up=0, half=True)

@@ -11,41 +11,37 @@ from qvit.kernels import numerics
 
 
 @triton.jit
-def _exponent(
-    q, k_ptr, bias_ptr, stride_bias_m, o_m, o_n, mult, N, MASK: tl.constexpr, BIAS: tl.constexpr, DP: tl.constexpr
-):
-    """Exponents [BLOCK_M, keys], int32, in units of 2^-F octaves; masked keys and those past N hold MASKED."""
+def _scores(
+    q, k_ptr, bias_ptr, stride_bias_m, o_m, o_n, mult, masked, N, MASK: tl.constexpr, BIAS: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """Integer scores [BLOCK_M, keys], with a bias their exponents; masked keys and those past N hold ``masked``."""
     o_d = tl.arange(0, DP)
     k = tl.load(k_ptr + o_n[None, :] * DP + o_d[:, None])
-    e = tl.dot(q, k, out_dtype=tl.int32) * mult
+    e = tl.dot(q, k, out_dtype=tl.int32)
     if BIAS:
         where = (o_m < N)[:, None] & (o_n < N)[None, :]
-        bias = tl.load(
-            bias_ptr + o_m.to(tl.int64)[:, None] * stride_bias_m + o_n[None, :], mask=where, other=numerics.MASKED
-        )
-        e = tl.where(bias == numerics.MASKED, numerics.MASKED, e + bias)
+        bias = tl.load(bias_ptr + o_m.to(tl.int64)[:, None] * stride_bias_m + o_n[None, :], mask=where, other=masked)
+        e = tl.where(bias == masked, masked, e * mult + bias)
     elif MASK:
-        e = tl.where((o_n < N)[None, :], e, numerics.MASKED)
+        e = tl.where((o_n < N)[None, :], e, masked)
     return e
 
 
 @triton.jit
 def _add_tile(
     acc, low, sums, low_sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m, start, mult,
-    exp_bits, N, NP,
+    masked, step, exp_bits, N, NP,
     W: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     o_n = start + tl.arange(0, W)
     o_d = tl.arange(0, DP)
-    e = _exponent(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_n, mult, N, MASK, BIAS, DP)
-    distance = base[:, None] - e
-    if MASK or BIAS:
-        distance = tl.where(e == numerics.MASKED, -1, distance)
+    e = _scores(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_n, mult, masked, N, MASK, BIAS, DP)
     vt = tl.load(vt_ptr + o_d[:, None] * NP + o_n[None, :])
     columns += tl.load(sum_ptr + start // 64 * DP + o_d)
     acc, low, sums, low_sums = numerics.accumulate(
-        acc, low, sums, low_sums, distance, vt, exp_bits, W, HIGH, M, INTERPRET
+        acc, low, sums, low_sums, e, base, vt, step, exp_bits, W, HIGH, M, INTERPRET
     )  # fmt: skip
     return acc, low, sums, low_sums, columns
 
@@ -69,8 +65,7 @@ def attend_kernel(
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, DP)
     c_ptr = constants_ptr + i_h * (6 * D + 8)
-    mult = tl.load(c_ptr + 6 * D)
-    exp_bits = tl.load(c_ptr + 6 * D + 1)
+    mult, exp_bits, step, masked = numerics.exponent_units(c_ptr, D, BIAS)
     k_ptr += head * NP * DP
     vt_ptr += head * NP * DP
     sum_ptr += head * (NP // TILE) * DP
@@ -78,18 +73,18 @@ def attend_kernel(
         bias_ptr = numerics.bias_of(bias_ptr, i_b, i_h, stride_bias_g, stride_bias_h, groups, group_magic)
     q = tl.load(q_ptr + head * NP * DP + o_m[:, None] * DP + o_d[None, :], mask=(o_m < NP)[:, None], other=0)
 
-    best = tl.full([BLOCK_M, TILE], numerics.MASKED, tl.int32)
+    best = tl.full([BLOCK_M, TILE], masked, tl.int32)
     for start in tl.range(0, full_tiles * TILE, TILE):
         o_n = start + tl.arange(0, TILE)
-        best = tl.maximum(best, _exponent(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_n, mult, N, False, BIAS, DP))
+        best = tl.maximum(best, _scores(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_n, mult, masked, N, False, BIAS, DP))
     top = tl.max(best, 1)
     if TAIL:
         o_t = full_tiles * TILE + tl.arange(0, TAIL)
         top = tl.maximum(
-            top, tl.max(_exponent(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_t, mult, N, True, BIAS, DP), 1)
+            top, tl.max(_scores(q, k_ptr, bias_ptr, stride_bias_m, o_m, o_t, mult, masked, N, True, BIAS, DP), 1)
         )
 
-    base = top + (1 << (exp_bits - 7)) + (numerics.SHIFT_OCTAVES << exp_bits)
+    base = numerics.distance_base(top, step, exp_bits, BIAS)
     acc = tl.zeros([BLOCK_M, DP], tl.int32)
     low = tl.zeros([BLOCK_M, DP], tl.int32)
     sums = tl.zeros([BLOCK_M, 16], tl.int32)
@@ -98,18 +93,17 @@ def attend_kernel(
     for start in tl.range(0, full_tiles * TILE, TILE):
         acc, low, sums, low_sums, columns = _add_tile(
             acc, low, sums, low_sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m, start,
-            mult, exp_bits, N, NP, TILE, False, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
+            mult, masked, step, exp_bits, N, NP, TILE, False, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
         )  # fmt: skip
     if TAIL:
         acc, low, sums, low_sums, columns = _add_tile(
             acc, low, sums, low_sums, columns, q, base, k_ptr, vt_ptr, sum_ptr, bias_ptr, stride_bias_m, o_m,
-            full_tiles * TILE, mult, exp_bits, N, NP, TAIL, True, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
+            full_tiles * TILE, mult, masked, step, exp_bits, N, NP, TAIL, True, BIAS, HIGH, DP, BLOCK_M, INTERPRET,
         )  # fmt: skip
 
-    row_sum = tl.max(sums, 1) + 128 * (full_tiles * TILE + TAIL)
     out = numerics.normalise(
-        acc + columns[None, :], low, row_sum, tl.max(low_sums, 1), c_ptr, o_d, out_up, D, HIGH, INT8_OUT,
-        out_ptr.dtype.element_ty, INTERPRET,
+        acc, low, tl.max(sums, 1), tl.max(low_sums, 1), columns, c_ptr, o_d, out_up, full_tiles * TILE + TAIL, D, HIGH,
+        INT8_OUT, out_ptr.dtype.element_ty, INTERPRET,
     )  # fmt: skip
     o_out = ((i_b.to(tl.int64) * N + o_m[:, None]) * H + i_h) * D + o_d[None, :]
     tl.store(out_ptr + o_out, out, mask=(o_m < N)[:, None] & (o_d < D)[None, :])

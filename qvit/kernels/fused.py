@@ -52,36 +52,22 @@ def _values(
 
 
 @triton.jit
-def _exponent(
-    q, k, bias_ptr, stride_bias_m, o_m, start: tl.constexpr, mult, N: tl.constexpr, W: tl.constexpr,
+def _scores(
+    q, k, bias_ptr, stride_bias_m, o_m, start: tl.constexpr, mult, masked, N: tl.constexpr, W: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Integer scores [BLOCK_M, W], with a bias their exponents; masked keys and those past N hold MASKED."""
+    """Integer scores [BLOCK_M, W], with a bias their exponents; masked keys and those past N hold ``masked``."""
     e = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
     o_n = start + tl.arange(0, W)
     if BIAS:
         where = (o_m < N)[:, None] & (o_n < N)[None, :]
         bias = tl.load(
-            bias_ptr + o_m[:, None] * stride_bias_m + o_n[None, :], mask=where, other=numerics.MASKED
+            bias_ptr + o_m[:, None] * stride_bias_m + o_n[None, :], mask=where, other=masked
         )  # fmt: skip
-        e = tl.where(bias == numerics.MASKED, numerics.MASKED, e * mult + bias)
+        e = tl.where(bias == masked, masked, e * mult + bias)
     elif MASK:
-        e = tl.where((o_n < N)[None, :], e, numerics.MASKED)
+        e = tl.where((o_n < N)[None, :], e, masked)
     return e
-
-
-@triton.jit
-def _add_tile(
-    acc, low, sums, low_sums, e, vt, base, mult, exp_bits, start: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, BLOCK_M: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    if BIAS:
-        distance = tl.where(e == numerics.MASKED, -1, base[:, None] - e)
-    else:
-        distance = base[:, None] + e * (0 - mult)
-        if MASK:
-            distance = tl.where((start + tl.arange(0, W) < N)[None, :], distance, -1)
-    return numerics.accumulate(acc, low, sums, low_sums, distance, vt, exp_bits, W, HIGH, BLOCK_M, INTERPRET)
 
 
 @triton.jit
@@ -104,8 +90,7 @@ def fused_kernel(
     h = i_h.to(tl.int64)
     o_d = tl.arange(0, DP)
     c_ptr = constants_ptr + i_h * (6 * D + 8)
-    mult = tl.load(c_ptr + 6 * D)
-    exp_bits = tl.load(c_ptr + 6 * D + 1)
+    mult, exp_bits, step, masked = numerics.exponent_units(c_ptr, D, BIAS)
     q_mult, k_mult, k_zero, v_mult, zero = numerics.load_multipliers(c_ptr, o_d, D)
     q_ptr += b * stride_qb + h * stride_qh
     k_ptr += b * stride_kb + h * stride_kh
@@ -128,38 +113,46 @@ def fused_kernel(
         vts = vts + (vt,)
         ones = tl.full([16, TILE if i < TILES else TAIL], 1, tl.int8)
         columns = tl.dot(ones, tl.trans(vt), columns, out_dtype=tl.int32)
-    columns = tl.max(columns, 0) * 128
+    columns = tl.max(columns, 0)
 
     for i_m in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_M), STEP):
         o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
         q = _load(q_ptr, stride_qn, stride_qd, o_m, o_d, N, D, DP, True)
         q = numerics.quantize(q, q_mult, zero, HALF, INTERPRET)
-        es = ()
+        scores = ()
         for i in tl.static_range(COUNT):
-            e = _exponent(
-                q, ks[i], bias_ptr, stride_bias_m, o_m, i * TILE, mult, N, TILE if i < TILES else TAIL, i >= TILES, BIAS
+            s = _scores(
+                q,
+                ks[i],
+                bias_ptr,
+                stride_bias_m,
+                o_m,
+                i * TILE,
+                mult,
+                masked,
+                N,
+                TILE if i < TILES else TAIL,
+                i >= TILES,
+                BIAS,
             )
             if i == 0:
-                top = tl.max(e, 1)
+                top = tl.max(s, 1)
             else:
-                top = tl.maximum(top, tl.max(e, 1))
-            es = es + (e,)
-        if not BIAS:
-            top *= mult
-        base = top + (1 << (exp_bits - 7)) + (numerics.SHIFT_OCTAVES << exp_bits)
+                top = tl.maximum(top, tl.max(s, 1))
+            scores = scores + (s,)
+        base = numerics.distance_base(top, step, exp_bits, BIAS)
         acc = tl.zeros([BLOCK_M, DP], tl.int32)
         low = tl.zeros([BLOCK_M, DP], tl.int32)
         sums = tl.zeros([BLOCK_M, 16], tl.int32)
         low_sums = tl.zeros([BLOCK_M, 16], tl.int32)
         for i in tl.static_range(COUNT):
-            acc, low, sums, low_sums = _add_tile(
-                acc, low, sums, low_sums, es[i], vts[i], base, mult, exp_bits, i * TILE, N,
-                TILE if i < TILES else TAIL, i >= TILES, BIAS, HIGH, BLOCK_M, INTERPRET,
+            acc, low, sums, low_sums = numerics.accumulate(
+                acc, low, sums, low_sums, scores[i], base, vts[i], step, exp_bits, TILE if i < TILES else TAIL, HIGH,
+                BLOCK_M, INTERPRET,
             )  # fmt: skip
-        row_sum = tl.max(sums, 1) + 128 * (TILES * TILE + TAIL)
         out = numerics.normalise(
-            acc + columns[None, :], low, row_sum, tl.max(low_sums, 1), c_ptr, o_d, OUT_UP, D, HIGH, INT8_OUT,
-            out_ptr.dtype.element_ty, INTERPRET,
+            acc, low, tl.max(sums, 1), tl.max(low_sums, 1), columns, c_ptr, o_d, OUT_UP, TILES * TILE + TAIL, D, HIGH,
+            INT8_OUT, out_ptr.dtype.element_ty, INTERPRET,
         )  # fmt: skip
         o_out = o_m[:, None] * (H * D) + o_d[None, :]
         tl.store(out_ptr + o_out, out, mask=(o_m < N)[:, None] & (o_d < D)[None, :])

@@ -18,11 +18,40 @@ from triton.compiler import ASTSource
 
 from qvit.kernels import attend, fused, launch, pack
 
-_OPCODE = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_]*)")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;")
+_LABEL = re.compile(r"\s*(\.L\w+):")
+_OPCODE = re.compile(r"(?:@!?U?P[T\d]+\s+)?(([A-Z][A-Z0-9_]*)(?:\.\w+)?)")  # a predicate, opcode and first modifier
+_BRANCH = re.compile(r"\bBRA\b[^`]*`\((\.L\w+)\)")
 _FLOAT = re.compile(r"^(F|H|D|MUFU|I2F|UF|UI2F)")
 _INTEGER = {"FLO", "UFLO", "FENCE", "DEPBAR"}  # find leading one, and two barriers: no arithmetic
 # The assembler's way to load an immediate on the other pipe: zero times zero plus the bits of a constant.
 _IMMEDIATE = re.compile(r"HFMA2(?:\.MMA)? R\d+, -RZ, RZ, [-+.0-9a-zA-Z]+, [-+.0-9a-zA-Z]+")
+
+
+def read_sass(sass: str) -> tuple[list[str], range]:
+    """The instructions of a disassembly, and the positions of the largest loop's; of all where there is no loop.
+
+    A loop is what a branch back to a label spans. Blocks that the assembler moves behind the last EXIT branch back as
+    well, to where they came from: a span with an unconditional EXIT in it is no loop.
+    """
+    instructions, labels, loop = [], {}, range(0)
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(instructions)
+        elif found := _INSTRUCTION.search(line):
+            instructions.append(found[1])
+    for i, instruction in enumerate(instructions):
+        target = _BRANCH.search(instruction)
+        span = range(labels.get(target[1], i), i + 1) if target else range(0)
+        # One instruction is no loop either: a branch to itself ends every kernel.
+        if len(span) > max(len(loop), 1) and "EXIT" not in instructions[span.start : span.stop]:
+            loop = span
+    return instructions, loop or range(len(instructions))
+
+
+def count_opcodes(instructions: list[str], modifiers: bool = True) -> collections.Counter:
+    """How often each opcode occurs, by default with its first modifier: IMAD.WIDE, IMAD.MOV."""
+    return collections.Counter(_OPCODE.match(x)[1 if modifiers else 2] for x in instructions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +63,33 @@ class Compiled:
     registers: int
     spill_bytes: int
     shared_bytes: int
+    scores: float = 0  # of a thread in one turn of the main loop; 0 for a kernel that makes none
+
+    @property
+    def instructions(self) -> list[str]:
+        return read_sass(self.sass)[0]
+
+    @property
+    def main_loop(self) -> list[str]:
+        """Instructions of the largest loop; all of the kernel's where it has none."""
+        instructions, loop = read_sass(self.sass)
+        return instructions[loop.start : loop.stop]
+
+    @property
+    def outside(self) -> list[str]:
+        """Instructions before and after the main loop."""
+        instructions, loop = read_sass(self.sass)
+        return instructions[: loop.start] + instructions[loop.stop :]
+
+    @property
+    def per_score(self) -> float | None:
+        """Instructions of the main loop for each score that a thread makes in it."""
+        return len(self.main_loop) / self.scores if self.scores else None
 
     @property
     def opcodes(self) -> collections.Counter:
-        lines = (line for line in self.sass.splitlines() if not _IMMEDIATE.search(line))
-        return collections.Counter(m.group(1) for line in lines if (m := _OPCODE.search(line)))
+        """All opcodes without their modifiers, and without what only loads an immediate."""
+        return count_opcodes([x for x in self.instructions if not _IMMEDIATE.search(x)], modifiers=False)
 
     @property
     def float_instructions(self) -> list[str]:
@@ -49,6 +100,14 @@ class Compiled:
 
 def _tool(name: str) -> pathlib.Path:
     return pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+def _source_of(kernel) -> type:
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def compile_kernel(kernel, capability: int, constexprs: dict, types: dict, *, num_warps=4, num_stages=2) -> Compiled:
@@ -66,7 +125,7 @@ def compile_kernel(kernel, capability: int, constexprs: dict, types: dict, *, nu
     # What a launch on the views of a packed qkv finds by itself: unit strides, and 16 in all other strides and sizes.
     constexprs = constexprs | {n: 1 for n in names if n in ("stride_qd", "stride_kd", "stride_vd")}
     aligned = [n for n in names if n.endswith("_ptr") or n == "NP" or (n.startswith("stride_") and "bias" not in n)]
-    source = ASTSource(
+    source = _source_of(kernel)(
         fn=kernel,
         signature={n: "constexpr" if n in constexprs else kinds[n] for n in names},
         constexprs={(names.index(n),): v for n, v in constexprs.items()},
@@ -95,29 +154,42 @@ def compile_attention(
     operand: str = "*i8",
     out: str = "*i8",
     block_m: int = 64,
-    num_warps: int = 4,
-    num_stages: int = 1,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
 ) -> Compiled:
     """An attention kernel for one sequence length; with ``*i8`` operands and result, its integer-only form.
 
     Args:
         capability: As for :func:`compile_kernel`.
-        kind: "fused" (one launch) or "attend" (the second of two, on packed operands).
+        kind: "fused" or "hopper" (one launch; "hopper" has no bias and is for 90 alone), or "attend" (the second of
+            two, on packed operands).
         tokens, head_dim: Sequence length and head dimension.
         high, bias: Precision, and whether there is a bias.
-        operand, out: Pointer types of q, k, v ("fused") and of the result.
-        block_m, num_warps, num_stages: Launch configuration.
+        operand, out: Pointer types of q, k, v (in one launch) and of the result.
+        block_m, num_warps, num_stages: Launch configuration; by default that of ``launch.py``.
     """
+    one_launch = kind != "attend"
+    num_warps = num_warps or (2 if kind == "fused" and tokens <= launch.TILE else 4)
+    num_stages = num_stages or (1 if one_launch else 3)
     tiles, tail = launch.tiles(tokens)
     constexprs = {"D": head_dim, "DP": launch.padded_dim(head_dim), "TAIL": tail, "BIAS": bias, "HIGH": high}
     constexprs |= {"INT8_OUT": out == "*i8", "BLOCK_M": block_m, "INTERPRET": False}
     types = {"sum_ptr": "*i32", "bias_ptr": "*i32", "constants_ptr": "*i32", "out_ptr": out}
     kernel = attend.attend_kernel
-    if kind == "fused":
+    if one_launch:
         kernel = fused.fused_kernel
-        constexprs |= {"N": tokens, "TILE": launch.TILE, "TILES": tiles, "STEP": 1, "OUT_UP": 8, "HALF": True}
+        constexprs |= {"N": tokens, "STEP": 1, "OUT_UP": 8, "HALF": True}
         types |= {"q_ptr": operand, "k_ptr": operand, "v_ptr": operand}
-    return compile_kernel(kernel, capability, constexprs, types, num_warps=num_warps, num_stages=num_stages)
+    if kind == "fused":
+        constexprs |= {"TILE": launch.TILE, "TILES": tiles}
+    if kind == "hopper":
+        from qvit.kernels import hopper  # needs a newer Triton than the rest
+
+        kernel = hopper.hopper_kernel
+        constexprs = {n: constexprs[n] for n in ("D", "DP", "HIGH", "N", "STEP", "OUT_UP", "HALF")} | {"STAGGER": 0}
+    compiled = compile_kernel(kernel, capability, constexprs, types, num_warps=num_warps, num_stages=num_stages)
+    keys = tiles * launch.TILE + tail if one_launch else launch.TILE  # with those that fill up the last tile
+    return dataclasses.replace(compiled, scores=block_m * keys / (32 * num_warps))
 
 
 def compile_pack(capability: int, *, head_dim: int = 64, operand: str = "*i8") -> Compiled:

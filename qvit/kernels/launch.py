@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import pathlib
 
 import torch
 import triton
@@ -13,6 +15,10 @@ from qvit.kernels import attend, fused, numerics, pack, paper
 GRID_Z = 65535  # largest third dimension of a grid
 TILE = 64  # keys of a tile
 FUSED_TOKENS = 320  # longest sequence whose scores stay in registers
+HOPPER = (9, 0)
+HOPPER_TRITON = (3, 6)  # the first Triton whose Gluon says what the Hopper kernel needs
+HOPPER_PROGRAMS = 3  # of the Hopper kernel, on a multiprocessor at a time
+TABLE = pathlib.Path(__file__).with_name("launch_table.json")
 
 
 def _device_guard(x: torch.Tensor) -> contextlib.AbstractContextManager:
@@ -60,13 +66,35 @@ def attention(
         half: The constants are exact in float16.
     """
     chunk = _chunk(q.shape[0], bias)
-    # The fused kernel's offsets inside a head are 32-bit; the packing kernel's are not.
-    reach = max(q.shape[2] * x.stride(2) + q.shape[3] * x.stride(3) for x in (q, k, v))
-    launch = fused_attention if q.shape[2] <= FUSED_TOKENS and reach < 2**31 else packed_attention
+    kernels = {"hopper": hopper_attention, "fused": fused_attention, "packed": packed_attention}
+    launch = kernels[kind_of_kernel(q, k, v, bias)]
     with _device_guard(q):
         for start in range(0, q.shape[0], chunk):
             span = slice(start, start + chunk)
             launch(q[span], k[span], v[span], constants, bias, out[span], high=high, out_up=out_up, half=half)
+
+
+def kind_of_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> str:
+    """Which kernel serves the operands: "hopper" or "fused" (one launch), or "packed" (two). All give the same bits."""
+    tokens, head_dim = q.shape[2:]
+    # Offsets inside a head are 32-bit in one launch; the packing kernel's are not.
+    reach = max(tokens * x.stride(2) + head_dim * x.stride(3) for x in (q, k, v))
+    if tokens > FUSED_TOKENS or reach >= 2**31:
+        return "packed"
+    rows = all(x.stride(3) == 1 for x in (q, k, v))
+    wide = tokens > TILE and head_dim <= TILE and bias is None and rows
+    return "hopper" if wide and q.is_cuda and _is_hopper(q.device.index) else "fused"
+
+
+@functools.cache
+def _capability(index: int | None) -> tuple[int, int]:
+    """Compute capability of a GPU; of the interpreter, none."""
+    return (0, 0) if index is None else torch.cuda.get_device_capability(index)
+
+
+def _is_hopper(index: int | None) -> bool:
+    version = tuple(int(x) for x in triton.__version__.split(".")[:2])
+    return _capability(index) == HOPPER and version >= HOPPER_TRITON
 
 
 def _chunk(batch: int, bias: torch.Tensor | None) -> int:
@@ -89,9 +117,53 @@ def _processors(index: int | None) -> int:
     return 1 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _programs_per_head(heads: int, blocks: int, processors: int) -> int:
+def programs_per_head(heads: int, blocks: int, places: int) -> int:
     """How many programs share a head's blocks of queries. Each quantizes K and V anew, so only to fill the GPU."""
-    return max(1, min(blocks, processors // heads))
+    most = max(1, min(blocks, places // heads))
+    return triton.cdiv(blocks, triton.cdiv(blocks, most))  # no more than take as many blocks each
+
+
+@functools.cache
+def _table() -> list[dict]:
+    return json.loads(TABLE.read_text())["rows"]
+
+
+@functools.cache
+def configuration(kind: str, capability: tuple[int, int], head_dim: int, tokens: int, heads: int) -> dict:
+    """Launch configuration from the table that ``scripts/tune_attention.py`` recorded, {} where it has none.
+
+    Args:
+        kind: "hopper", "fused" or "packed".
+        capability: Of the GPU.
+        head_dim: Padded (:func:`padded_dim`).
+        tokens: Sequence length.
+        heads: Heads of all images together.
+    """
+    for row in _table():
+        same = (row["kind"], tuple(row["capability"]), row["head_dim"]) == (kind, capability, head_dim)
+        if same and row["tokens"][0] <= tokens <= row["tokens"][1] and heads <= row["heads"]:
+            return row["config"]
+    return {}
+
+
+def hopper_attention(
+    q, k, v, constants, bias, out, *, high, out_up, half, step=None, stagger=None, num_warps=4
+) -> None:
+    """One launch on sm_90; ``step`` programs share a head's blocks of queries. See :func:`attention`."""
+    from qvit.kernels import hopper
+
+    batch, heads, tokens, head_dim = q.shape
+    processors = _processors(q.device.index)
+    config = configuration("hopper", HOPPER, padded_dim(head_dim), tokens, batch * heads)
+    places = HOPPER_PROGRAMS * processors
+    step = step or config.get("step") or programs_per_head(batch * heads, triton.cdiv(tokens, 64), places)
+    stagger = config.get("stagger", 0) if stagger is None else stagger
+    hopper.hopper_kernel[(step, heads, batch)](
+        q, k, v, constants, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        batch, heads, max(1, places // (heads * step)), processors,
+        N=tokens, D=head_dim, DP=padded_dim(head_dim), STEP=step, HIGH=high, OUT_UP=out_up, HALF=half, STAGGER=stagger,
+        num_warps=num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def fused_attention(
@@ -101,7 +173,7 @@ def fused_attention(
     batch, heads, tokens, head_dim = q.shape
     full, tail = tiles(tokens)
     if step is None:
-        step = _programs_per_head(batch * heads, triton.cdiv(tokens, block_m), _processors(q.device.index))
+        step = programs_per_head(batch * heads, triton.cdiv(tokens, block_m), _processors(q.device.index))
     if num_warps is None:
         num_warps = 2 if tokens <= TILE else 4
     addend, bias_arguments = _bias_arguments(bias, constants)
@@ -114,11 +186,15 @@ def fused_attention(
 
 
 def packed_attention(
-    q, k, v, constants, bias, out, *, high, out_up, half, block_m=64, num_warps=4, num_stages=3
+    q, k, v, constants, bias, out, *, high, out_up, half, block_m=None, num_warps=None, num_stages=None
 ) -> None:
     """Two launches: pack q, k and V^T, then attend. See :func:`attention`."""
     batch, heads, tokens, head_dim = q.shape
     full, tail = tiles(tokens)
+    config = configuration("packed", _capability(q.device.index), padded_dim(head_dim), tokens, batch * heads)
+    block_m = block_m or config.get("block_m", 64)
+    num_warps = num_warps or config.get("num_warps", 4)
+    num_stages = num_stages or config.get("num_stages", 3)
     columns, padded = padded_dim(head_dim), triton.cdiv(tokens, TILE) * TILE
     rows = torch.empty(3, batch, heads, padded * columns, dtype=torch.int8, device=q.device)
     sums = torch.empty(batch, heads, padded // TILE, columns, dtype=torch.int32, device=q.device)

@@ -12,39 +12,51 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 MASKED = tl.constexpr(-(2**31))
 SHIFT_OCTAVES = tl.constexpr(17)
 
-# Four distances in, four weights out. q: whole octaves; g: complement of the fraction, then the 2^-g polynomial;
-# r: 16-bit intensity by a funnel shift of (1 : g), clamped at 32; a: two intensities packed by the multiply-add pipe.
-_DECLARE = ".reg .b32 q<4>, g<4>, h<4>, r<4>, a, b;"
-_OCTAVES = "".join(
-    f"shr.u32 q{i}, ${{{i}}}, ${{f{i}}}; mad.lo.u32 g{i}, ${{{i}}}, ${{m{i}}}, 0xFFFFFFFF;" for i in range(4)
-)
-_CURVE = "".join(f"mad.hi.u32 h{i}, g{i}, 0x55555555, 0xAAAAAAAA; mul.hi.u32 g{i}, g{i}, h{i};" for i in range(4))
-_SHIFT = "".join(f"shf.r.clamp.b32 r{i}, g{i}, 1, q{i};" for i in range(4))
+# Four scores in, four weights out. u: distance from the row's maximum; q: its whole octaves; f: its fraction, as 32
+# bits; r: 16-bit intensity by a funnel shift of (1 : curve), clamped at 32, or with the line its complement, by one of
+# (-2 : fraction); a, b: two of them packed. The multiply-adds run beside the shifts.
+_DECLARE = ".reg .b32 u<4>, q<4>, f<4>, g<4>, r<4>, a, b, c;"
 _PAIR = "mad.lo.u32 a, r1, 65536, r0; mad.lo.u32 b, r3, 65536, r2;"
+# 1 - g (2/3 - g/6) less its leading half: c (1 - f / 3), f the fraction, c its complement. The complement of a product
+# and not the sum with a constant, for which the assembler would move two words for every score.
+_CURVE = "".join(
+    f"mul.hi.u32 g{i}, f{i}, 0x55555555; not.b32 g{i}, g{i}; not.b32 f{i}, f{i}; mul.hi.u32 f{i}, f{i}, g{i};"
+    for i in range(4)
+)
 
 
-def _octaves(first: int) -> str:
-    """The operands are numbered after the outputs: four distances, four copies of F, four of -(2^(32 - F))."""
-    text = _OCTAVES
-    for i in range(4):
-        text = text.replace(f"${{{i}}}", f"${first + i}").replace(f"${{f{i}}}", f"${first + 4 + i}")
-        text = text.replace(f"${{m{i}}}", f"${first + 8 + i}")
-    return text
+def _distances(first: int) -> str:
+    """The operands come after the outputs, four copies of each: score, base, step of a score, F, 2^(32 - F)."""
+    return "".join(
+        f"mad.lo.u32 u{i}, ${first + i}, ${first + 8 + i}, ${first + 4 + i};"
+        f"shr.u32 q{i}, u{i}, ${first + 12 + i}; mul.lo.u32 f{i}, u{i}, ${first + 16 + i};"
+        for i in range(4)
+    )
 
 
+def _shift(upper: str) -> str:
+    return "".join(f"shf.r.clamp.b32 r{i}, f{i}, {upper}, q{i};" for i in range(4))
+
+
+# From the complements, whose borrow from the upper half is given back.
 _STANDARD = tl.constexpr(
-    "{" + _DECLARE + _octaves(1) + _SHIFT + _PAIR
-    + "add.u32 a, a, 0x00800080; add.u32 b, b, 0x00800080; prmt.b32 a, a, b, 0x7531; xor.b32 $0, a, 0x80808080; }"
+    "{" + _DECLARE + _distances(1) + _shift("0xFFFFFFFE") + _PAIR
+    + "add.u32 a, a, 0xFF80FF80; add.u32 b, b, 0xFF80FF80; prmt.b32 a, a, b, 0x7531; xor.b32 $0, a, 0x80808080; }"
 )  # fmt: skip
-_HIGH = tl.constexpr(
-    "{" + _DECLARE + _octaves(2) + _CURVE + _SHIFT + _PAIR
+# The same where one instruction adds two 16-bit halves (sm_90): the sign needs no exclusive-or.
+STANDARD_HOPPER = tl.constexpr(
+    "{" + _DECLARE + _distances(1) + _shift("0xFFFFFFFE") + _PAIR
+    + "mov.b32 c, 0x7F817F80; add.u16x2 a, a, c; add.u16x2 b, b, c; prmt.b32 $0, a, b, 0x7531; }"
+)  # fmt: skip
+HIGH = tl.constexpr(
+    "{" + _DECLARE + _distances(2) + _CURVE + _shift("1") + _PAIR
     + "add.u32 a, a, 0x007F007F; add.u32 b, b, 0x007F007F;"
-    + "prmt.b32 h0, a, b, 0x7531; xor.b32 $0, h0, 0x80808080; prmt.b32 h1, a, b, 0x6420; xor.b32 $1, h1, 0x80808080; }"
+    + "prmt.b32 c, a, b, 0x7531; xor.b32 $0, c, 0x7F7F7F7F; prmt.b32 c, a, b, 0x6420; xor.b32 $1, c, 0x7F7F7F7F; }"
 )  # fmt: skip
 
 
 # Four float16 in, four int8 out, two by two: one rounding to an integer from 1024 to 2047, whose low byte is the value.
-_QUANTIZE_HALF = tl.constexpr(
+QUANTIZE_HALF = tl.constexpr(
     "{ .reg .b32 a, b, hi, lo; mov.b32 hi, 0x667F667F; mov.b32 lo, 0x65816581;"
     "fma.rn.f16x2 a, $1, $3, $5; fma.rn.f16x2 b, $2, $4, $6;"
     "max.f16x2 a, a, lo; max.f16x2 b, b, lo; min.f16x2 a, a, hi; min.f16x2 b, b, hi; prmt.b32 $0, a, b, 0x6420; }"
@@ -86,7 +98,7 @@ def quantize(x, mult, zero, HALF: tl.constexpr, INTERPRET: tl.constexpr):
         r = tl.broadcast_to(mult.to(tl.float16)[None, :], x.shape)
         c = tl.broadcast_to((1536.0 - zero).to(tl.float16)[None, :], x.shape)
         return tl.inline_asm_elementwise(
-            _QUANTIZE_HALF, "=r,r,r,r,r,r,r", [x, r, c], dtype=tl.int8, is_pure=False, pack=4
+            QUANTIZE_HALF, "=r,r,r,r,r,r,r", [x, r, c], dtype=tl.int8, is_pure=False, pack=4
         )
     else:
         y = tl.fma(x.to(tl.float32), tl.broadcast_to(mult[None, :], x.shape), 12582912.0 - zero[None, :])
@@ -109,62 +121,87 @@ def key_at(position):
 
 
 @triton.jit
-def _intensity(distance, exp_bits, CURVE: tl.constexpr):
-    # Plain twin. distance: uint32, the constant shift of 17 octaves included.
+def exponent_units(c_ptr, D: tl.constexpr, BIAS: tl.constexpr):
+    """M, F, what a score of one adds to a distance, and what stands for a masked key's score.
+
+    With a bias, scores are exponents. Both stand-ins are so low that a distance from them is weightless, and not so low
+    that it leaves 32 bits without a sign.
+    """
+    mult = tl.load(c_ptr + 6 * D)
+    exp_bits = tl.load(c_ptr + 6 * D + 1)
+    if BIAS:
+        return mult, exp_bits, -1, MASKED
+    else:
+        return mult, exp_bits, 0 - mult, tl.load(c_ptr + 6 * D + 6)
+
+
+@triton.jit
+def distance_base(top, step, exp_bits, BIAS: tl.constexpr):
+    """A row's distance from a score of zero, int32 in units of 2^-F octaves, if ``top`` is its best score.
+
+    The shift of 17 octaves is included, and the 128th of an octave that keeps the largest weight inside a byte.
+    """
+    base = (SHIFT_OCTAVES << exp_bits) + (1 << (exp_bits - 7)) - top * step
+    if BIAS:  # a row without keys: all are far
+        base = tl.where(top == MASKED, 0, base)
+    return base
+
+
+@triton.jit
+def _intensity(score, base, step, exp_bits, CURVE: tl.constexpr):
+    # Plain twin.
+    distance = (base + score * step).to(tl.uint32, bitcast=True)
     octaves = distance >> exp_bits.to(tl.uint32)
-    g = (distance << (32 - exp_bits).to(tl.uint32)) ^ tl.full(distance.shape, 0xFFFFFFFF, tl.uint32)
+    fraction = distance << (32 - exp_bits).to(tl.uint32)
+    ones = tl.full(distance.shape, 0xFFFFFFFF, tl.uint32)
+    g = fraction ^ ones
     if CURVE:
-        third = tl.full(distance.shape, 0x55555555, tl.uint32)
-        slope = tl.umulhi(g, third) + tl.full(distance.shape, 0xAAAAAAAA, tl.uint32)
-        g = tl.umulhi(g, slope)
+        g = tl.umulhi(g, tl.umulhi(fraction, tl.full(distance.shape, 0x55555555, tl.uint32)) ^ ones)
     count = tl.minimum(octaves, tl.full(octaves.shape, 32, tl.uint32)).to(tl.uint64)
     return ((g.to(tl.uint64) + 4294967296) >> count).to(tl.int32)
 
 
 @triton.jit
-def weights_standard(distance, exp_bits, INTERPRET: tl.constexpr):
-    """Weights of keys at int32 ``distance``, less 128, int8."""
+def weights_standard(score, base, step, exp_bits, INTERPRET: tl.constexpr):
+    """127 less the weight of each key, int8. score, base: int32, one shape; base from :func:`distance_base`."""
     if INTERPRET:
-        p = (_intensity(distance.to(tl.uint32, bitcast=True), exp_bits, False) + 128) >> 8
-        return (p - 128).to(tl.int8)
+        return (127 - ((_intensity(score, base, step, exp_bits, False) + 128) >> 8)).to(tl.int8)
     else:
-        f = tl.zeros_like(distance) + exp_bits
-        m = tl.zeros_like(distance) - (1 << (32 - exp_bits))
         return tl.inline_asm_elementwise(
-            _STANDARD, "=r,r,r,r,r,r,r,r,r,r,r,r,r", [distance, f, m], dtype=tl.int8, is_pure=True, pack=4
+            _STANDARD, "=r" + ",r" * 20, [score, base, step, exp_bits, 1 << (32 - exp_bits)],
+            dtype=tl.int8, is_pure=True, pack=4,
         )  # fmt: skip
 
 
 @triton.jit
-def weights_high(distance, exp_bits, INTERPRET: tl.constexpr):
-    """Upper plane, less 128, and lower plane of 16-bit weights: weight = 256 * (upper + 128) + lower, int8 both."""
+def weights_high(score, base, step, exp_bits, INTERPRET: tl.constexpr):
+    """Upper and lower plane of 16-bit weights, int8: weight = 256 * (127 - upper) - 1 - lower."""
     if INTERPRET:
-        p = _intensity(distance.to(tl.uint32, bitcast=True), exp_bits, True) - 1
+        p = _intensity(score, base, step, exp_bits, True) - 1
         upper = (p + 128) >> 8
-        return (upper - 128).to(tl.int8), (p - (upper << 8)).to(tl.int8)
+        return (127 - upper).to(tl.int8), (-1 - (p - (upper << 8))).to(tl.int8)
     else:
-        f = tl.zeros_like(distance) + exp_bits
-        m = tl.zeros_like(distance) - (1 << (32 - exp_bits))
         return tl.inline_asm_elementwise(
-            _HIGH, "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [distance, f, m],
+            HIGH, "=r,=r" + ",r" * 20, [score, base, step, exp_bits, 1 << (32 - exp_bits)],
             dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
         )  # fmt: skip
 
 
 @triton.jit
 def accumulate(
-    acc, low, sums, low_sums, distance, vt, exp_bits, W: tl.constexpr, HIGH: tl.constexpr, BLOCK_M: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    acc, low, sums, low_sums, score, base, vt, step, exp_bits, W: tl.constexpr, HIGH: tl.constexpr,
+    BLOCK_M: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of W keys at int32 ``distance`` to P V and the row sums; ``low`` and ``low_sums`` with HIGH only."""
-    distance = reorder_keys(distance, BLOCK_M, W)
+    """Add a tile of W keys to the complements' product with V and their row sums; low ones with HIGH only."""
+    score = reorder_keys(score, BLOCK_M, W)
+    base = reorder_keys(tl.broadcast_to(base[:, None], [BLOCK_M, W]), BLOCK_M, W)
     ones = tl.full([W, 16], 1, tl.int8)  # the row sum rides on the tensor cores
     if HIGH:
-        p, p_low = weights_high(distance, exp_bits, INTERPRET)
+        p, p_low = weights_high(score, base, step, exp_bits, INTERPRET)
         low = tl.dot(p_low, tl.trans(vt), low, out_dtype=tl.int32)
         low_sums = tl.dot(p_low, ones, low_sums, out_dtype=tl.int32)
     else:
-        p = weights_standard(distance, exp_bits, INTERPRET)
+        p = weights_standard(score, base, step, exp_bits, INTERPRET)
     acc = tl.dot(p, tl.trans(vt), acc, out_dtype=tl.int32)
     sums = tl.dot(p, ones, sums, out_dtype=tl.int32)
     return acc, low, sums, low_sums
@@ -208,13 +245,19 @@ def multiply_high(a, b):
 
 @triton.jit
 def normalise(
-    acc, low, row_sum, low_sum, c_ptr, o_d, out_up, D: tl.constexpr, HIGH: tl.constexpr, INT8_OUT: tl.constexpr,
-    OUT: tl.constexpr, INTERPRET: tl.constexpr,
+    acc, low, row_sum, low_sum, columns, c_ptr, o_d, out_up, KEYS, D: tl.constexpr, HIGH: tl.constexpr,
+    INT8_OUT: tl.constexpr, OUT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Accumulators over row sums, in the output's units and type."""
+    """Accumulated complements over KEYS keys -> weighted values over row sums, in the output's units and type.
+
+    columns: V's sum over the keys, int32 [DP].
+    """
+    acc = (columns * 127)[None, :] - acc
+    row_sum = 127 * KEYS - row_sum
     if HIGH:
+        low = (0 - columns)[None, :] - low
         acc = (acc << 2) + ((low + 32) >> 6)
-        inverse = reciprocal((row_sum << 8) + low_sum, 44, 65192, INTERPRET)
+        inverse = reciprocal((row_sum << 8) - KEYS - low_sum, 44, 65192, INTERPRET)
     else:
         inverse = reciprocal(row_sum, 36, 255, INTERPRET)
     mask = o_d < D

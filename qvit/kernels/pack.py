@@ -1,7 +1,7 @@
 """Quantize q, k, v once, into the layout that the attention kernel reads.
 
 q and k become rows of int8, V becomes V^T with its keys reordered (numerics.reorder_keys); all are padded with zeros to
-whole tiles. Beside them goes 128 times V's sum over each tile of keys, which the signed weights of the kernel need.
+whole tiles. Beside them goes V's sum over each tile of keys, which the kernel's signed weights need.
 """
 
 import triton
@@ -50,4 +50,4 @@ def pack_kernel(
     v = numerics.quantize(v, v_mult, zero, HALF, INTERPRET)
     tl.store(vt_ptr + out + o_d[:, None] * NP + o_n[None, :], tl.trans(v))
     o_sum = ((b * H + i_h) * (NP // TILE) + i_n) * DP + o_d
-    tl.store(sum_ptr + o_sum, tl.sum(v.to(tl.int32), 0) * 128)
+    tl.store(sum_ptr + o_sum, tl.sum(v.to(tl.int32), 0))

@@ -1,0 +1,454 @@
+"""Integer attention for Hopper (sm_90) in one launch, in Gluon: Triton with the layouts in our hands.
+
+The arithmetic and the plan are those of fused.py: a program owns a head, quantizes K and V once into shared memory and
+takes its blocks of queries one by one. Here nothing is moved for the compiler's sake. Between the integers in shared
+memory and the output nothing leaves the registers, because of two orders that softmax and the products do not see:
+- K's rows are stored so that the accumulator of the scores is, as it stands, the operand of the second product;
+- V's channels are stored so that a thread ends up with neighbouring channels of the output.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from qvit.kernels import numerics
+
+BLOCK_M = gl.constexpr(64)
+_MASKED_SCORE = gl.constexpr(6)  # its place among a head's scalars
+_QUANTIZE_HALF = gl.constexpr(numerics.QUANTIZE_HALF.value)
+_STANDARD = gl.constexpr(numerics.STANDARD_HOPPER.value)
+_HIGH = gl.constexpr(numerics.HIGH.value)
+
+# Triton 3.7 gave the barrier another name.
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
+# ---------------------------------------------------------------- layouts and tiles
+
+
+@gluon.constexpr_function
+def _widths(tokens):
+    """Tiles of keys: powers of two from 128 to 32, only the last of them partly filled."""
+    left, widths = -(-tokens // 32) * 32, ()
+    while left:
+        widths += (min(128, 1 << (left.bit_length() - 1)),)
+        left -= widths[-1]
+    return widths
+
+
+@gluon.constexpr_function
+def _start(tokens, i):
+    return sum(_widths(tokens)[:i])
+
+
+@gluon.constexpr_function
+def _count(tokens):
+    return len(_widths(tokens))
+
+
+@gluon.constexpr_function
+def _bits(size, dim):
+    return [[1 << i, 0] if dim == 0 else [0, 1 << i] for i in range(size.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def _mma(columns):
+    """Accumulators [64, columns] of four warps."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
+
+
+@gluon.constexpr_function
+def _operand(columns):
+    """The 8-bit operand in registers that goes with such accumulators."""
+    return gl.DotOperandLayout(0, _mma(columns), 4)
+
+
+@gluon.constexpr_function
+def _rows(columns, size):
+    """A tile of rows: each thread takes ``size`` neighbouring channels."""
+    lanes = columns // size
+    return gl.BlockedLayout([1, size], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _quads(width, columns, keys_first):
+    """A tile of V [width, columns]: each thread takes four neighbouring keys of eight neighbouring channels.
+
+    ``keys_first``: the keys change fastest in the thread's registers, so that four of a channel make a word.
+    """
+    keys, channels = _bits(width, 0), _bits(columns, 1)
+    others = channels[3:] + keys[2:]
+    warp = others[5:7] + [[0, 0]] * (7 - len(others))
+    own = keys[:2] + channels[:3] if keys_first else channels[:3] + keys[:2]
+    return gl.DistributedLinearLayout(own + others[7:], others[:5], warp, [], [width, columns])
+
+
+@gluon.constexpr_function
+def _out(columns):
+    """Rows of the output in the accumulators' threads, each with a quarter of a row's channels side by side."""
+    lanes = [[0, columns // 4], [0, columns // 2], [1, 0], [2, 0], [4, 0]]
+    own = _bits(columns // 4, 1) + [[8, 0]]
+    return gl.DistributedLinearLayout(own, lanes, [[16, 0], [32, 0]], [], [64, columns])
+
+
+@gluon.constexpr_function
+def _swizzled(bytes_of_row):
+    return gl.NVMMASharedLayout(min(bytes_of_row, 128), 8)
+
+
+# ---------------------------------------------------------------- from memory to int8
+
+
+@gluon.jit
+def _vector(c_ptr, index: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, layout: gl.constexpr):
+    o_d = gl.arange(0, DP, layout=layout)
+    return gl.load(c_ptr + index * D + o_d, mask=o_d < D, other=0).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _quantize(x, c_ptr, mult: gl.constexpr, zero: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr):
+    """numerics.quantize; multipliers are vector ``mult`` of the constants, zero points vector ``zero`` or, at -1, 0."""
+    if x.dtype == gl.int8:
+        return x
+    else:
+        half: gl.constexpr = HALF and x.dtype == gl.float16
+        rounder: gl.constexpr = 1536.0 if half else 12582912.0
+        layout: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+        r = _vector(c_ptr, mult, D, x.shape[1], layout)
+        if zero >= 0:
+            c = rounder - _vector(c_ptr, zero, D, x.shape[1], layout)
+        else:
+            c = gl.full([x.shape[1]], rounder, gl.float32, layout=layout)
+        if half:
+            r = r.to(gl.float16)[None, :]
+            c = c.to(gl.float16)[None, :]
+            return gl.inline_asm_elementwise(
+                _QUANTIZE_HALF, "=r,r,r,r,r,r,r", [x, r, c], dtype=gl.int8, is_pure=False, pack=4
+            )
+        else:
+            x = x.to(gl.float32)
+            none = gl.zeros_like(x)
+            y = gl.fma(x, r[None, :] + none, c[None, :] + none)
+            y = gl.minimum(gl.maximum(y, 12582785.0), 12583039.0)
+            return y.to(gl.int32, bitcast=True).to(gl.int8)
+
+
+@gluon.jit
+def _pointers(ptr, stride_n, start, N, W: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, layout: gl.constexpr):
+    """Pointers of a tile of rows [W, DP], and which of them exist."""
+    o_n = start + gl.arange(0, W, layout=gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, DP, layout=gl.SliceLayout(0, layout))
+    mask = (o_n < N)[:, None]
+    if D < DP:
+        mask = mask & (o_d < D)[None, :]
+    return ptr + o_n[:, None] * stride_n + o_d[None, :], mask
+
+
+@gluon.jit
+def _load(ptr, stride_n, start, N, W: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, layout: gl.constexpr):
+    rows, mask = _pointers(ptr, stride_n, start, N, W, D, DP, layout)
+    return gl.load(rows, mask=mask, other=0)
+
+
+@gluon.jit
+def _store_keys(k, c_ptr, D: gl.constexpr, HALF: gl.constexpr):
+    W: gl.constexpr = k.shape[0]
+    DP: gl.constexpr = k.shape[1]
+    k = _quantize(k, c_ptr, 1, 2, D, HALF)
+    # Row 8i + 2t + e of 16 holds key 4t + 2i + e.
+    k = gl.reshape(gl.permute(gl.reshape(k, [W // 16, 4, 2, 2, DP]), (0, 2, 1, 3, 4)), [W, DP])
+    return gl.allocate_shared_memory(gl.int8, [W, DP], _swizzled(DP), k)
+
+
+@gluon.jit
+def _store_values(v, c_ptr, D: gl.constexpr, HALF: gl.constexpr):
+    W: gl.constexpr = v.shape[0]
+    DP: gl.constexpr = v.shape[1]
+    v = gl.convert_layout(_quantize(v, c_ptr, 3, -1, D, HALF), _quads(W, DP, True))
+    # Row 8n + 2t + e holds channel (DP / 4) t + 2n + e.
+    vt = gl.reshape(gl.permute(gl.reshape(v, [W, 4, DP // 8, 2]), (2, 1, 3, 0)), [DP, W])
+    return gl.allocate_shared_memory(gl.int8, [DP, W], _swizzled(W), vt)
+
+
+@gluon.jit
+def _sum_values(vts, DP: gl.constexpr, N: gl.constexpr):
+    """V's sum over the keys, int32 [32, DP] in shared memory, the same in every row: each thread reads its own.
+
+    It stays there because the registers are needed.
+    """
+    ones = gl.full([BLOCK_M, 32], 1, gl.int8, layout=_operand(DP))
+    sums = gl.zeros([BLOCK_M, DP], gl.int32, layout=_mma(DP))
+    for i in gl.static_range(_count(N)):
+        for j in gl.static_range(_widths(N)[i] // 32):
+            sums = warpgroup_mma(ones, vts[i].slice(j * 32, 32, 1).permute((1, 0)), sums, is_async=True)
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    half, _ = gl.split(gl.permute(gl.reshape(sums, [4, 2, 8, DP]), (0, 2, 3, 1)))
+    half = gl.reshape(half, [32, DP])
+    return gl.allocate_shared_memory(gl.int32, [32, DP], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]), half)
+
+
+# ---------------------------------------------------------------- attention
+
+
+@gluon.jit
+def _start_scores(q, k):
+    W: gl.constexpr = k.shape[0]
+    zeros = gl.zeros([BLOCK_M, W], gl.int32, layout=_mma(W))
+    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _mask(s, masked, N, START: gl.constexpr):
+    W: gl.constexpr = s.shape[1]
+    c = gl.arange(0, W, layout=gl.SliceLayout(0, s.type.layout))
+    key = START + c // 16 * 16 + c // 2 % 4 * 4 + c // 8 % 2 * 2 + c % 2
+    return gl.where((key < N)[None, :], s, masked)
+
+
+@gluon.jit
+def _partial_max(s):
+    """Maxima [64, 8] of the scores that each thread holds."""
+    return gl.max(gl.reshape(s, [BLOCK_M, s.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def _operand_order(s):
+    """Within 16 keys, position 4t + 2i + e takes column 8i + 2t + e: nothing moves between threads."""
+    M: gl.constexpr = s.shape[0]
+    W: gl.constexpr = s.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(s, [M, W // 16, 2, 4, 2]), (0, 1, 3, 2, 4)), [M, W])
+
+
+@gluon.jit
+def _weights(s, base, step, exp_bits, HIGH: gl.constexpr):
+    """numerics.weights_standard or, in two planes, _high; standard gives its one plane twice."""
+    if HIGH:
+        return gl.inline_asm_elementwise(
+            _HIGH, "=r,=r" + ",r" * 20, [s, base[:, None], step, exp_bits, 1 << (32 - exp_bits)],
+            dtype=(gl.int8, gl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        p = gl.inline_asm_elementwise(
+            _STANDARD, "=r" + ",r" * 20, [s, base[:, None], step, exp_bits, 1 << (32 - exp_bits)],
+            dtype=gl.int8, is_pure=True, pack=4,
+        )  # fmt: skip
+        return p, p
+
+
+@gluon.jit
+def _distance_base(top, units):
+    """numerics.distance_base without a bias."""
+    mult, exp_bits, _ = units
+    return top * mult + ((numerics.SHIFT_OCTAVES << exp_bits) + (1 << (exp_bits - 7)))
+
+
+@gluon.jit
+def _sum_rows(p, sums, ones):
+    p = gl.convert_layout(p, _operand(8), assert_trivial=True)
+    return warpgroup_mma(p, ones.slice(0, p.shape[1], 1).permute((1, 0)), sums, is_async=True)
+
+
+@gluon.jit
+def _reciprocal(row_sum, BITS: gl.constexpr, PEAK: gl.constexpr):
+    """numerics.reciprocal."""
+    row_sum = gl.maximum(row_sum, PEAK)
+    leading = gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [row_sum], dtype=gl.int32, is_pure=True, pack=1)
+    divisor = (row_sum << leading).to(gl.uint32, bitcast=True)
+    estimate = gl.full_like(divisor, 3031741620) - gl.umulhi(divisor, gl.full_like(divisor, 2021161080))
+    for _ in gl.static_range(3):
+        error = gl.full_like(divisor, 2147483648) - gl.umulhi(divisor, estimate)
+        estimate = (gl.umulhi(estimate, error) << 2) + 2
+    return (estimate >> (62 - BITS - leading).to(gl.uint32)).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _multiply_high(a, b):
+    return ((a.to(gl.int64) * b.to(gl.int64)) >> 32).to(gl.int32)
+
+
+@gluon.jit
+def _in_order(x):
+    """Channels back in their order: a thread's are neighbours now."""
+    DP: gl.constexpr = x.shape[1]
+    x = gl.reshape(gl.permute(gl.reshape(x, [BLOCK_M, DP // 8, 4, 2]), (0, 2, 1, 3)), [BLOCK_M, DP])
+    return gl.convert_layout(x, _out(DP), assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _columns_layout(columns):
+    """V's sums [32, columns]: each thread holds those of its accumulators' channels."""
+    own = [[0, 1]] + _bits(columns, 1)[3:]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(own, lanes, [[8, 0], [16, 0]], [], [32, columns])
+
+
+@gluon.jit
+def _normalise(
+    acc, low, row_sum, low_sum, columns, c_ptr, out_up, N: gl.constexpr, D: gl.constexpr, HIGH: gl.constexpr,
+    OUT: gl.constexpr,
+):  # fmt: skip
+    """numerics.normalise."""
+    KEYS: gl.constexpr = _start(N, _count(N))
+    acc = columns * 127 - acc
+    row_sum = 127 * KEYS - row_sum
+    if HIGH:
+        low = 0 - columns - low
+        acc = (acc << 2) + ((low + 32) >> 6)
+        inverse = _reciprocal((row_sum << 8) - KEYS - low_sum, 44, 65192)
+    else:
+        inverse = _reciprocal(row_sum, 36, 255)
+    layout: gl.constexpr = gl.SliceLayout(0, _out(acc.shape[1]))
+    if OUT == gl.int8:
+        o_d = gl.arange(0, acc.shape[1], layout=layout)
+        ratio = gl.load(c_ptr + 5 * D + o_d, mask=o_d < D, other=0)
+        out = _multiply_high(_in_order(_multiply_high(acc << out_up, inverse[:, None])), ratio[None, :])
+        down = out_up + gl.load(c_ptr + 6 * D + 5) - (26 if HIGH else 28)
+        out = (out + (1 << (down - 1))) >> down
+        return gl.minimum(gl.maximum(out, -127), 127).to(OUT)
+    else:
+        unit: gl.constexpr = 2.0**-38 if HIGH else 2.0**-36
+        out = _in_order(acc.to(gl.float32) * (inverse.to(gl.float32) * unit)[:, None])
+        return (out * _vector(c_ptr, 4, D, acc.shape[1], layout)[None, :]).to(OUT)
+
+
+@gluon.jit
+def _attend(
+    q, ks, vts, columns, ones, units, c_ptr, out_ptr, start, H, N: gl.constexpr, D: gl.constexpr,
+    HIGH: gl.constexpr, OUT_UP: gl.constexpr,
+):  # fmt: skip
+    """A block of 64 queries, from int8 in shared memory to the output."""
+    COUNT: gl.constexpr = _count(N)
+    DP: gl.constexpr = q.shape[1]
+    MMA: gl.constexpr = _mma(DP)
+    OPERAND: gl.constexpr = _operand(DP)
+    mult, exp_bits, masked = units
+    scores = ()
+    for i in gl.static_range(COUNT):
+        scores = scores + (_start_scores(q, ks[i]),)
+    if COUNT > 1:
+        scores = warpgroup_mma_wait(0, deps=scores)
+    else:
+        scores = (warpgroup_mma_wait(0, deps=scores),)
+    last = _mask(scores[COUNT - 1], masked, N, _start(N, COUNT - 1))
+    best = _partial_max(last)
+    for i in gl.static_range(COUNT - 1):
+        best = gl.maximum(best, gl.convert_layout(_partial_max(scores[i]), best.type.layout, assert_trivial=True))
+    top = gl.convert_layout(gl.max(best, 1), gl.SliceLayout(1, OPERAND), assert_trivial=True)
+    base = _distance_base(top, units)
+    acc = gl.zeros([BLOCK_M, DP], gl.int32, layout=MMA)
+    sums = gl.zeros([BLOCK_M, 8], gl.int32, layout=_mma(8))
+    low = acc
+    low_sums = sums
+    for i in gl.static_range(COUNT):
+        s = gl.convert_layout(_operand_order(last if i == COUNT - 1 else scores[i]), OPERAND)
+        p, p_low = _weights(s, base, 0 - mult, exp_bits, HIGH)
+        sums = _sum_rows(p, sums, ones)
+        acc = warpgroup_mma(p, vts[i].permute((1, 0)), acc, is_async=True)
+        if HIGH:
+            low_sums = _sum_rows(p_low, low_sums, ones)
+            low = warpgroup_mma(p_low, vts[i].permute((1, 0)), low, is_async=True)
+    if HIGH:
+        acc, sums, low, low_sums = warpgroup_mma_wait(0, deps=(acc, sums, low, low_sums))
+    else:
+        acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
+    row_sum = gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, MMA), assert_trivial=True)
+    low_sum = gl.convert_layout(gl.max(low_sums, 1), gl.SliceLayout(1, MMA), assert_trivial=True)
+    half = gl.reshape(columns.load(_columns_layout(DP)), [4, 8, DP])
+    both = gl.reshape(gl.permute(gl.join(half, half), (0, 3, 1, 2)), [BLOCK_M, DP])
+    both = gl.convert_layout(both, MMA, assert_trivial=True)
+    out = _normalise(acc, low, row_sum, low_sum, both, c_ptr, OUT_UP, N, D, HIGH, out_ptr.dtype.element_ty)
+    o_n = start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, _out(DP)))
+    o_d = gl.arange(0, DP, layout=gl.SliceLayout(0, _out(DP)))
+    mask = (o_n < N)[:, None]
+    if D < DP:
+        mask = mask & (o_d < D)[None, :]
+    gl.store(out_ptr + o_n[:, None] * (H * D) + o_d[None, :], out, mask=mask)
+
+
+@gluon.jit
+def _prefetch(ptr, stride_n, N: gl.constexpr, D: gl.constexpr):
+    """Ask for a head's rows in the second-level cache, for the program that will take this one's place."""
+    o = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    for i in gl.static_range((N + 127) // 128):
+        rows = ptr + gl.minimum(o + 128 * i, N - 1) * stride_n
+        for j in gl.static_range((D * ptr.dtype.element_ty.primitive_bitwidth + 1023) // 1024):
+            gl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
+                [(rows + j * (1024 // ptr.dtype.element_ty.primitive_bitwidth)).to(gl.int64, bitcast=True)],
+                dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _wait_for_turn(program, processors, STAGGER: gl.constexpr):
+    """Programs that start together would all load and then all compute: let the first ones of a processor spread."""
+    if program < 3 * processors:
+        turn = (program >= processors).to(gl.int32) + (program >= 2 * processors).to(gl.int32)
+        gl.inline_asm_elementwise(
+            "nanosleep.u32 $1; mov.b32 $0, 0;", "=r,r", [turn * STAGGER], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def hopper_kernel(
+    q_ptr, k_ptr, v_ptr, constants_ptr, out_ptr,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    B, H, ahead, processors,
+    N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, STEP: gl.constexpr, HIGH: gl.constexpr,
+    OUT_UP: gl.constexpr, HALF: gl.constexpr, STAGGER: gl.constexpr,
+):  # fmt: skip
+    """q, k, v (B, H, N, D) float or int8, channels side by side -> out (B, N, H, D).
+
+    Program (i, h, b) takes blocks of queries i, i + STEP, ... and prefetches for the one ``ahead`` images on. The
+    second and third program of each of the ``processors`` start STAGGER nanoseconds after one another.
+    """
+    IN: gl.constexpr = q_ptr.dtype.element_ty
+    BLOCKS: gl.constexpr = ((N + BLOCK_M - 1) // BLOCK_M + STEP - 1) // STEP
+    ROWS: gl.constexpr = _rows(DP, 16 if IN == gl.int8 else 8)
+    part = gl.program_id(0)
+    i_h = gl.program_id(1)
+    b = gl.program_id(2).to(gl.int64)
+    h = i_h.to(gl.int64)
+    if STAGGER > 0:
+        _wait_for_turn((gl.program_id(2) * H + i_h) * STEP + part, processors, STAGGER)
+    c_ptr = constants_ptr + i_h * (6 * D + 8)
+    q_ptr += h * stride_qh
+    k_ptr += h * stride_kh
+    v_ptr += h * stride_vh
+    out_ptr += b * (N * H * D) + i_h * D
+
+    ks = ()
+    vts = ()
+    for i in gl.static_range(_count(N)):
+        k = _load(k_ptr + b * stride_kb, stride_kn, _start(N, i), N, _widths(N)[i], D, DP, ROWS)
+        v = _load(
+            v_ptr + b * stride_vb, stride_vn, _start(N, i), N, _widths(N)[i], D, DP, _quads(_widths(N)[i], DP, False)
+        )
+        ks = ks + (_store_keys(k, c_ptr, D, HALF),)
+        vts = vts + (_store_values(v, c_ptr, D, HALF),)
+    qs = gl.allocate_shared_memory(gl.int8, [BLOCKS, BLOCK_M, DP], _swizzled(DP))
+    for i in gl.static_range(BLOCKS):
+        q = _load(q_ptr + b * stride_qb, stride_qn, (part + i * STEP) * BLOCK_M, N, BLOCK_M, D, DP, ROWS)
+        qs.index(i).store(_quantize(q, c_ptr, 0, -1, D, HALF))
+    later = b + ahead
+    if later < B:
+        _prefetch(q_ptr + later * stride_qb, stride_qn, N, D)
+        _prefetch(k_ptr + later * stride_kb, stride_kn, N, D)
+        _prefetch(v_ptr + later * stride_vb, stride_vn, N, D)
+    ones = gl.allocate_shared_memory(
+        gl.int8, [8, 128], _swizzled(128),
+        gl.full([8, 128], 1, gl.int8, layout=gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])),
+    )  # fmt: skip
+    fence_async_shared()
+    columns = _sum_values(vts, DP, N)
+    _barrier()
+    units = (gl.load(c_ptr + 6 * D), gl.load(c_ptr + 6 * D + 1), gl.load(c_ptr + 6 * D + _MASKED_SCORE))
+    for i in range(BLOCKS):
+        _attend(
+            qs.index(i), ks, vts, columns, ones, units, c_ptr, out_ptr, (part + i * STEP) * BLOCK_M, H, N, D, HIGH,
+            OUT_UP,
+        )  # fmt: skip

@@ -1,0 +1,791 @@
+"""Measure how fast and how accurate the attention operators are on one NVIDIA GPU, beside PyTorch's and others.
+
+python scripts/bench_attention.py --workloads A1 A2 N577 --batches 1 64
+python scripts/bench_attention.py --markdown docs/results/bench_attention.csv
+python scripts/bench_attention.py --speed-table docs/results/bench_attention.csv  # what skip_slower goes by
+
+Nothing is timed before every workload's kernels have given the bits of the reference. The tables have the time of a
+call in a CUDA graph; the CSV file has the time with the host beside it, and the accuracy.
+
+Exit status: 0, 1 when a kernel is wrong (nothing is written then), 2 when the benchmark could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from functools import cached_property, partial
+from math import nan
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+import qvit.ops  # registers the operators
+from qvit import reference, speed
+from qvit.config import PRECISIONS
+from qvit.errors import ConfigError, QvitError
+from qvit.evaluation.timing import LEAST_SETS, Call, Context, Measurement, TurnTimer, count_sets
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+NAME = "bench_attention"
+CAPABILITIES = {"NVIDIA H200": (9, 0)}  # of the GPUs that a speed table may be of; the CSV file has only the name
+SCORED_IMAGES = 2  # images whose accuracy and bits are looked at
+CALIBRATION_SCORES = 1 << 25  # about as many scores are computed on the CPU to find the output's scale
+GIB = 1 << 30
+DEVICE = "cuda"
+
+
+class MismatchError(QvitError):
+    """A kernel's result differs from the reference."""
+
+
+# ---------------------------------------------------------------- workloads and their data
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The shape of an attention: an image has ``windows`` windows with ``heads`` heads of ``tokens`` x ``head_dim``."""
+
+    name: str
+    windows: int
+    heads: int
+    tokens: int
+    head_dim: int
+
+    def elements(self, batch: int) -> int:
+        """Elements of q, or of k, v or the output."""
+        return batch * self.windows * self.heads * self.tokens * self.head_dim
+
+    def scores(self, batch: int) -> int:
+        """Elements of q k^T."""
+        return batch * self.windows * self.heads * self.tokens**2
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("A1", 1, 3, 197, 64),
+        Workload("A2", 1, 6, 197, 64),
+        Workload("A3", 1, 12, 197, 64),
+        Workload("A4", 64, 3, 49, 32),
+        Workload("A5", 16, 6, 49, 32),
+        Workload("A6", 4, 12, 49, 32),
+        Workload("A7", 1, 24, 49, 32),
+        *(Workload(f"N{tokens}", 1, 6, tokens, 64) for tokens in (257, 577, 1025, 1370, 4096)),
+    )
+}
+PANELS = {
+    "ViT and DeiT, 197 tokens": ("A1", "A2", "A3"),
+    "Swin, windows of 49 tokens": ("A4", "A5", "A6", "A7"),
+    "Longer sequences, 6 heads": ("N257", "N577", "N1025", "N1370", "N4096"),
+}
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def unpack(packed: torch.Tensor) -> Operands:
+    """q, k and v (B, H, N, D) as views of a packed tensor (B, N, 3, H, D), what a qkv layer gives."""
+    return packed.permute(2, 0, 3, 1, 4).unbind()
+
+
+def lay_out_int8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Operands:
+    """int8 operands (B, H, N, D) in the memory layout that is measured, the one of :func:`unpack`."""
+    return unpack(torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2))
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A workload at one batch size, with its input sets.
+
+    Attributes:
+        workload: The shape.
+        batch: Images; the operands have ``windows`` entries for each.
+        packed: float16 (batch * windows, N, 3, H, D), one for each set.
+    """
+
+    workload: Workload
+    batch: int
+    packed: list[torch.Tensor]
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of the scores."""
+        return self.workload.head_dim**-0.5
+
+    @property
+    def scored(self) -> int:
+        """Leading batch entries of the first set whose results are looked at."""
+        return min(self.batch, SCORED_IMAGES) * self.workload.windows
+
+    @cached_property
+    def floats(self) -> list[Operands]:
+        """float16 operands, set by set."""
+        return [unpack(packed) for packed in self.packed]
+
+    @cached_property
+    def integers(self) -> list[Operands]:
+        """int8 operands, quantized with :attr:`scales`, set by set."""
+        return [lay_out_int8(*quantize(self.scales, *operands)) for operands in self.floats]
+
+    @cached_property
+    def scales(self) -> qvit.Scales:
+        """Scales of the first set's leading images, as many as the CPU finds the attention of in short time."""
+        images = max(SCORED_IMAGES, CALIBRATION_SCORES // self.workload.scores(1))
+        entries = min(self.batch, images) * self.workload.windows
+        sample = (x[:entries].float().cpu() for x in self.floats[0])
+        return qvit.Scales.from_tensors(*sample, softmax_scale=self.softmax_scale)
+
+    @cached_property
+    def exact(self) -> torch.Tensor:
+        """float64 attention of the scored entries, (scored, H, N, D)."""
+        parts = [(x.double() for x in image) for image in self.images(self.floats[0])]
+        return torch.cat([torch.softmax(q @ k.mT * self.softmax_scale, -1) @ v for q, k, v in parts])
+
+    def images(self, operands: Operands) -> Iterator[Operands]:
+        """The scored entries, image by image: a whole batch's float64 scores would be large."""
+        return zip(*(x[: self.scored].split(self.workload.windows) for x in operands))
+
+
+def draw_case(workload: Workload, batch: int, sets: int, seed: int) -> Case:
+    """A case on unit Gaussian inputs."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    shape = (batch * workload.windows, workload.tokens, 3, workload.heads, workload.head_dim)
+    draw = partial(torch.randn, shape, dtype=torch.float16, device=DEVICE, generator=generator)
+    return Case(workload, batch, [draw() for _ in range(sets)])
+
+
+def quantize(scales: qvit.Scales, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Operands:
+    """float q, k and v as int8."""
+    zero = scales.k_zero.to(k.device)
+    return _quantize(q, scales.q_mult), _quantize(k, scales.k_mult, zero), _quantize(v, scales.v_mult)
+
+
+def _quantize(x: torch.Tensor, mult: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+    mult = mult.to(x.device)
+    parts = x.chunk(8)  # the exact quantize step works in float64
+    return torch.cat([reference.quantize_operand(part, mult, zero).to(torch.int8) for part in parts])
+
+
+# ---------------------------------------------------------------- methods
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A method made ready for one case.
+
+    Attributes:
+        calls: One call for each input set.
+        decode: Makes real values (B, H, N, D) of a call's result.
+        reference: Makes what the scored entries of the first result must equal to the bit.
+        context: What the calls run inside.
+    """
+
+    calls: list[Call]
+    decode: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.double
+    reference: Call | None = None
+    context: Context = nullcontext
+
+
+def product(case: Case, kind: str, precision: str) -> Operator:
+    """qvit's operator, called as a swapped module calls it, on "fp16" or "int8" operands; the output has their type."""
+    operands = case.floats if kind == "fp16" else case.integers
+    dtype, device = operands[0][0].dtype, operands[0][0].device
+    scales, constants = case.scales, case.scales.constants(device)
+    unit = scales.o_scale.to(device, torch.float64)[:, None, None] if dtype == torch.int8 else 1.0
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+        return torch.ops.qvit.attention(q, k, v, constants, None, precision, dtype, backend, scales.half_exact)
+
+    return Operator(
+        calls=[partial(attend, *x) for x in operands],
+        decode=lambda out: out.transpose(1, 2).double() * unit,
+        reference=lambda: torch.cat([attend(*image, backend="reference") for image in case.images(operands[0])]),
+    )
+
+
+def sdpa(case: Case, backend: SDPBackend) -> Operator:
+    """PyTorch's scaled_dot_product_attention, held to one backend."""
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=case.softmax_scale)
+    return Operator([partial(attend, *x) for x in case.floats], context=partial(sdpa_kernel, backend))
+
+
+def eager(case: Case) -> Operator:
+    """Three PyTorch operators in float16."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(q @ k.mT * case.softmax_scale, -1) @ v
+
+    return Operator([partial(attend, *x) for x in case.floats])
+
+
+def paper(case: Case) -> Operator:
+    """The published algorithm's kernel alone: each set is quantized beforehand, with its own scales."""
+    calls, v_scales = [], []
+    for operands in case.floats:
+        integers, (q_scale, k_scale, v_scale) = zip(*map(reference.quantize_tensor, operands))
+        units = reference.paper_constants(q_scale, k_scale, case.softmax_scale, text=False)
+        calls.append(partial(torch.ops.qvit.attention_paper, *lay_out_int8(*integers), units, None, False, "auto"))
+        v_scales.append(v_scale)
+    return Operator(calls, decode=lambda out: out.transpose(1, 2).double() * v_scales[0])
+
+
+def sageattention(case: Case) -> Operator:
+    """SageAttention, with the quantization inside the call as it publishes it."""
+    attend = partial(importlib.import_module("sageattention").sageattn, sm_scale=case.softmax_scale)
+    return Operator([partial(attend, *x) for x in case.floats])
+
+
+def flash_attn(case: Case) -> Operator:
+    """The flash-attn package, on operands (B, N, H, D)."""
+    attend = partial(importlib.import_module("flash_attn").flash_attn_func, softmax_scale=case.softmax_scale)
+    calls = [partial(attend, *(x.transpose(1, 2) for x in operands)) for operands in case.floats]
+    return Operator(calls, decode=lambda out: out.transpose(1, 2).double())
+
+
+Build = Callable[[Case], Operator]
+PRODUCT: dict[str, Build] = {
+    f"qvit {kind} {precision}": partial(product, kind=kind, precision=precision)
+    for kind in ("fp16", "int8")
+    for precision in PRECISIONS
+}
+SDPA: dict[str, Build] = {
+    "sdpa flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    "sdpa cudnn": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    "sdpa efficient": partial(sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa math": partial(sdpa, backend=SDPBackend.MATH),
+}
+METHODS = {**PRODUCT, **SDPA, "eager": eager, "paper kernel": paper}
+OPTIONAL = {"sageattention": sageattention, "flash_attn": flash_attn}
+COMPARED = (*PRODUCT, "paper kernel")  # with the best of SDPA
+
+# Bytes for each score of the methods that keep all of them: two float16 tensors at a time, two float32 ones.
+SCORE_BYTES = {"eager": 4, "sdpa math": 8}
+# Bytes of a set for each element of q: float16 operands, the product's and the paper's int8 ones, a float16 output.
+INT8_BYTES, FLOAT_BYTES = 3, 6
+SET_BYTES = FLOAT_BYTES + 2 * INT8_BYTES + 2
+
+
+def installed_methods() -> dict[str, Build]:
+    """All methods that can run here; those of a package that is missing are named on stdout."""
+    methods = dict(METHODS)
+    for package, build in OPTIONAL.items():
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            print(f"{package}: not installed, no rows ({error})")
+        else:
+            methods[package] = build
+    return methods
+
+
+# ---------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the CSV file: one method on one case. An empty cell was not measured.
+
+    Attributes:
+        graph_us, graph_us_p20, graph_us_p80: Microseconds a call in a CUDA graph: median and two quantiles.
+        eager_us: The same with the host, of calls back to back.
+        sqnr_db: Against float64 attention of the float inputs, on the first images.
+        equal: The kernel has the reference's bits there; the product's methods alone.
+        note: Why something was not measured.
+        sets: Input sets that the calls rotate among.
+    """
+
+    workload: str
+    windows: int
+    heads: int
+    tokens: int
+    head_dim: int
+    batch: int
+    method: str
+    graph_us: float | None
+    graph_us_p20: float | None
+    graph_us_p80: float | None
+    eager_us: float | None
+    sqnr_db: float | None
+    equal: bool | None
+    note: str
+    sets: int | None
+    gpu: str
+    driver: str | None
+    torch: str
+    triton: str
+    qvit: str
+    seed: int
+    date: str
+
+    @property
+    def case(self) -> tuple[str, int]:
+        """Workload and batch."""
+        return self.workload, self.batch
+
+
+@dataclass
+class Outcome:
+    """What is known of a method on a case: its accuracy, whether its bits are right, its times, or what went wrong."""
+
+    sqnr_db: float | None = None
+    equal: bool | None = None
+    measurement: Measurement | None = None
+    note: str = ""
+
+
+def make_row(workload: Workload, batch: int, sets: int | None, method: str, outcome: Outcome, machine: dict) -> Row:
+    """The row of an outcome."""
+    times = dict.fromkeys(("graph_us", "graph_us_p20", "graph_us_p80", "eager_us"))
+    if outcome.measurement is not None:
+        graph, calls = outcome.measurement.graph, outcome.measurement.eager
+        times = dict(zip(times, (round(x, 3) for x in (graph.median, graph.p20, graph.p80, calls.median))))
+    shape = {key: value for key, value in asdict(workload).items() if key != "name"}
+    sqnr = None if outcome.sqnr_db is None else round(outcome.sqnr_db, 2)
+    facts = {"sqnr_db": sqnr, "equal": outcome.equal, "note": outcome.note, "sets": sets}
+    return Row(workload=workload.name, batch=batch, method=method, **shape, **times, **facts, **machine)
+
+
+def describe_machine(seed: int) -> dict:
+    """The columns that every row of a run has in common."""
+    import triton
+
+    return {
+        "gpu": torch.cuda.get_device_name(DEVICE),
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "qvit": qvit.__version__,
+        "seed": seed,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, or None where nvidia-smi does not tell."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return lines[0] if lines else None
+
+
+def write_csv(rows: list[Row], path: Path) -> None:
+    """Write rows; the columns are the fields of `Row`."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
+
+
+def read_csv(path: Path) -> list[Row]:
+    """Read what :func:`write_csv` wrote.
+
+    Raises:
+        ConfigError: No such file, or it holds something else, or nothing.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            records = list(csv.DictReader(file))
+        if not records:
+            raise ValueError("no rows")
+        return [Row(**{f.name: _parse(record[f.name], f.type) for f in fields(Row)}) for record in records]
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    except (KeyError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is no CSV file of this benchmark: {error!r}") from error
+
+
+def _parse(text: str, kind: str) -> object:
+    base, _, optional = kind.partition(" | ")
+    if optional and not text:
+        return None
+    return {"str": str, "int": int, "float": float, "bool": "True".__eq__}[base](text)
+
+
+# ---------------------------------------------------------------- measurement
+
+
+def check(workloads: list[Workload], seed: int) -> None:
+    """Compare the product's methods with the reference on one image of each workload. This also compiles them.
+
+    Raises:
+        MismatchError: A result differs in a bit.
+    """
+    for workload in tqdm(workloads, desc="check", unit=" workloads"):
+        case = draw_case(workload, 1, 1, seed)
+        for method, build in PRODUCT.items():
+            operator = build(case)
+            verify(method, case, operator, operator.calls[0]())
+
+
+def verify(method: str, case: Case, operator: Operator, result: torch.Tensor) -> bool:
+    """True: the scored entries of a result have the reference's bits.
+
+    Raises:
+        MismatchError: They have not.
+    """
+    expected = operator.reference()
+    wrong = int((result[: case.scored] != expected).sum())
+    if wrong:
+        raise MismatchError(
+            f"workload {case.workload.name}, batch {case.batch}: {method} differs from the reference in {wrong} of "
+            f"{expected.numel()} values; no speed is reported"
+        )
+    return True
+
+
+def sqnr_db(expected: torch.Tensor, result: torch.Tensor) -> float:
+    """Signal to noise of a float64 result, in dB; inf where it is exact."""
+    signal, noise = (x.square().sum() for x in (expected, expected - result))
+    return 10 * (signal / noise).log10().item()
+
+
+def judge(method: str, case: Case, operator: Operator) -> Outcome:
+    """Accuracy and bits of a method's first result."""
+    with operator.context():
+        result = operator.calls[0]()
+    equal = None if operator.reference is None else verify(method, case, operator, result)
+    return Outcome(sqnr_db(case.exact, operator.decode(result[: case.scored])), equal)
+
+
+def enter(method: str, build: Build, case: Case, timer: TurnTimer) -> Outcome:
+    """Judge a method and give it to the timer; a rival that refuses, or lack of memory, becomes the outcome's note."""
+    outcome = Outcome()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            operator = build(case)
+            outcome = judge(method, case, operator)
+            timer.add(method, operator.calls, operator.context)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            if method in COMPARED and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # raises when the error has cost the device: that is no refusal
+            outcome.note = refusal(error, [str(warning.message) for warning in caught])
+    return outcome
+
+
+def refusal(error: Exception, messages: list[str]) -> str:
+    """Why a method did not run, on one line: PyTorch's backends say it in warnings, the error itself says little."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    lines = [message.split(" (Triggered internally")[0].strip() for message in messages]
+    reasons = [line for line in lines if not line.endswith(("because:", "runtime disabled."))]
+    return " ".join("; ".join(dict.fromkeys(reasons or [str(error).split("\n")[0]])).split())
+
+
+def excess(workload: Workload, batch: int, method: str, limit: int) -> str:
+    """Why a method is not tried: its operands and scores are above a limit in bytes. Empty when they are not."""
+    operands = LEAST_SETS * SET_BYTES * workload.elements(batch)
+    needed = operands + SCORE_BYTES.get(method, 0) * workload.scores(batch)
+    what = "operands" if operands > limit else "operands and scores"
+    return f"skipped: {what} of {needed / GIB:.1f} GiB" if needed > limit else ""
+
+
+def choose_sets(workload: Workload, batch: int, limit: int) -> int:
+    """Number of input sets of a case."""
+    elements = workload.elements(batch)
+    cache = torch.cuda.get_device_properties(DEVICE).L2_cache_size
+    return count_sets(INT8_BYTES * elements, SET_BYTES * elements, cache, limit)
+
+
+def measure(
+    workload: Workload, batch: int, methods: dict[str, Build], args: argparse.Namespace, machine: dict, bar: tqdm
+) -> list[Row]:
+    """Rows of all methods on one case."""
+    limit = int(args.max_gib * GIB)
+    outcomes = {method: Outcome(note=excess(workload, batch, method, limit)) for method in methods}
+    tried = [method for method, outcome in outcomes.items() if not outcome.note]
+    sets = None
+    if tried:
+        sets = choose_sets(workload, batch, limit)
+        case, timer = draw_case(workload, batch, sets, args.seed), TurnTimer(args.rounds)
+        outcomes.update((method, enter(method, methods[method], case, timer)) for method in tried)
+        for method, measurement in timer.run(bar.update).items():
+            outcomes[method].measurement = measurement
+    return [make_row(workload, batch, sets, method, outcome, machine) for method, outcome in outcomes.items()]
+
+
+def benchmark(args: argparse.Namespace) -> list[Row]:
+    """Check everything, then measure everything.
+
+    Raises:
+        MismatchError: A kernel is wrong.
+    """
+    workloads = [WORKLOADS[name] for name in args.workloads]
+    methods, rows = installed_methods(), []
+    check(workloads, args.seed)
+    machine = describe_machine(args.seed)
+    cases = [(workload, batch) for workload in workloads for batch in args.batches]
+    with tqdm(total=len(cases) * len(methods) * args.rounds, unit=" turns") as bar:
+        for number, (workload, batch) in enumerate(cases, 1):
+            bar.set_description(f"{workload.name} x {batch}")
+            rows += measure(workload, batch, methods, args, machine, bar)
+            bar.update(number * len(methods) * args.rounds - bar.n)  # the turns of those that did not run
+    return rows
+
+
+# ---------------------------------------------------------------- results
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The graph times of one case against the fastest backend of SDPA; None was not measured.
+
+    Attributes:
+        row: Any row of the case.
+        best: The fastest backend.
+        best_us: Its time.
+        times: Time of each of `COMPARED`.
+    """
+
+    row: Row
+    best: str | None
+    best_us: float | None
+    times: dict[str, float | None]
+
+    def ratio(self, method: str) -> float | None:
+        """How many times faster a method is than the fastest backend."""
+        time = self.times[method]
+        return None if time is None or self.best_us is None else self.best_us / time
+
+
+def compare(rows: list[Row]) -> list[Comparison]:
+    """One comparison for each case, in the order of the rows."""
+    cases: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(row.case, {})[row.method] = row
+    return [_compare(case) for case in cases.values()]
+
+
+def _compare(case: dict[str, Row]) -> Comparison:
+    times = {method: row.graph_us for method, row in case.items()}
+    best = min((m for m in SDPA if times.get(m) is not None), key=times.get, default=None)
+    return Comparison(next(iter(case.values())), best, times.get(best), {m: times.get(m) for m in COMPARED})
+
+
+def table(rows: list[Row]) -> list[list[str]]:
+    """The comparisons as cells, a header first."""
+    lines = [["workload", "batch", "best SDPA", *COMPARED]]
+    for comparison in compare(rows):
+        row = comparison.row
+        shape = f"{row.workload} {row.windows}x{row.heads}x{row.tokens}x{row.head_dim}"
+        best = "-" if comparison.best is None else f"{comparison.best.split()[-1]} {comparison.best_us:.1f}"
+        lines.append([shape, str(row.batch), best, *(_cell(comparison, method) for method in COMPARED)])
+    return lines
+
+
+def _cell(comparison: Comparison, method: str) -> str:
+    time, ratio = comparison.times[method], comparison.ratio(method)
+    if time is None:
+        return "-"
+    return f"{time:.1f}" if ratio is None else f"{time:.1f} ({ratio:.2f}x)"
+
+
+def legend(rows: list[Row]) -> str:
+    """What the numbers of a table are, and where they come from."""
+    machines = dict.fromkeys(
+        f"{row.gpu}, driver {row.driver or 'unknown'}, torch {row.torch}, triton {row.triton}, qvit {row.qvit}, "
+        f"seed {row.seed}, {row.date}"
+        for row in rows
+    )
+    text = "Microseconds a call in a CUDA graph (in brackets: how many times faster than the fastest SDPA backend); "
+    return text + "; ".join(machines)
+
+
+def format_summary(rows: list[Row]) -> str:
+    """The table for a terminal."""
+    cells = table(rows)
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells]
+    return "\n".join([*lines, legend(rows)])
+
+
+def format_markdown(rows: list[Row]) -> str:
+    """The table for the README."""
+    header, *body = table(rows)
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join([f"{legend(rows)}:", "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def write_plot(rows: list[Row], path: Path) -> None:
+    """Bars of the speed-up over the fastest SDPA backend, one panel for each group of workloads."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"no plot: matplotlib is not installed (pip install matplotlib draws {path.name})", file=sys.stderr)
+        return
+    comparisons = compare(rows)
+    panels = {title: [c for c in comparisons if c.row.workload in names] for title, names in PANELS.items()}
+    panels = {title: members for title, members in panels.items() if members}
+    figure = Figure(figsize=(12, 3.2 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+    for axis, (title, members) in zip(axes, panels.items()):
+        _draw_panel(axis, title, members)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(COMPARED))
+    figure.savefig(path, dpi=120)
+
+
+def _draw_panel(axis, title: str, comparisons: list[Comparison]) -> None:
+    width = 0.8 / len(COMPARED)
+    for number, method in enumerate(COMPARED):
+        ratios = [comparison.ratio(method) or nan for comparison in comparisons]
+        places = [place + width * (number - (len(COMPARED) - 1) / 2) for place in range(len(comparisons))]
+        axis.bar(places, ratios, width, label=method)
+    axis.axhline(1, color="black", linewidth=1)
+    axis.set_xticks(range(len(comparisons)), [f"{c.row.workload}\nx {c.row.batch}" for c in comparisons])
+    axis.set_title(title, fontsize="medium")
+    axis.set_ylabel("speed-up over the best SDPA")
+
+
+def write_results(rows: list[Row], folder: Path) -> None:
+    """Write the CSV file and the plot.
+
+    Raises:
+        ConfigError: They cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_csv(rows, folder / f"{NAME}.csv")
+        write_plot(rows, folder / f"{NAME}.png")
+    except OSError as error:
+        raise ConfigError(f"cannot write the results to {folder}: {error}") from error
+
+
+def merge(old: list[Row], new: list[Row]) -> list[Row]:
+    """Rows of two runs; a case that both have is the new one's."""
+    measured = {row.case for row in new}
+    rows = [row for row in old if row.case not in measured] + new
+    order = {name: place for place, name in enumerate(WORKLOADS)}
+    return sorted(rows, key=lambda row: (order.get(row.workload, len(order)), row.batch))
+
+
+# ---------------------------------------------------------------- the speed table
+
+
+def make_speed_table(rows: list[Row], source: str) -> dict:
+    """The content of ``qvit/speed.json``: integer and float times of every case that has both.
+
+    Args:
+        rows: Of one GPU and one set of versions.
+        source: Name of the file that the rows are from.
+
+    Raises:
+        ConfigError: Rows of several machines, a GPU of unknown compute capability, or no case with both times.
+    """
+    names = ("gpu", "driver", "torch", "triton", "qvit")
+    machines = list(dict.fromkeys(tuple(getattr(row, name) for name in names) for row in rows))
+    if len(machines) > 1:
+        raise ConfigError(f"{source} has rows of several machines or versions: {machines[0]}, {machines[1]}")
+    versions = dict(zip(names, machines[0]))
+    gpu = versions.pop("gpu")
+    if gpu not in CAPABILITIES:
+        raise ConfigError(f"{source} is of {gpu!r}, whose compute capability is not in CAPABILITIES")
+    times = [row for comparison in compare(rows) for row in _speed_rows(comparison)]
+    if not times:
+        raise ConfigError(f"{source} has no case with the times of the integer kernel and of SDPA")
+    return {"source": source, "gpu": gpu, "capability": CAPABILITIES[gpu], "versions": versions, "rows": times}
+
+
+def _speed_rows(comparison: Comparison) -> Iterator[dict]:
+    row = comparison.row
+    # The benchmark's attentions have no bias. The batch is the one that a module sees: windows count.
+    shape = {"tokens": row.tokens, "head_dim": row.head_dim, "heads": row.heads, "batch": row.batch * row.windows}
+    for precision in PRECISIONS:
+        times = {"integer_us": comparison.times[f"qvit fp16 {precision}"], "float_us": comparison.best_us}
+        if None not in times.values():
+            yield {**shape, "bias": False, "precision": precision, **times}
+
+
+def write_speed_table(table: dict, path: Path) -> None:
+    """Write a speed table as JSON, a row on a line.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    head = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in table.items() if key != "rows"]
+    rows = ",\n".join(f"    {json.dumps(row)}" for row in table["rows"])
+    try:
+        path.write_text("\n".join(["{", *head, '  "rows": [', rows, "  ]", "}", ""]), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the speed table {path}: {error}") from error
+
+
+# ---------------------------------------------------------------- command line
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; without a GPU only --markdown and --speed-table are accepted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS), metavar="NAME")
+    parser.add_argument("--batches", nargs="+", type=_positive, default=[1, 8, 64, 256], metavar="IMAGES")
+    parser.add_argument("--rounds", type=_positive, default=3, help="turns that each method gets")
+    parser.add_argument("--max-gib", type=float, default=24.0, help="skip what needs more GPU memory")
+    parser.add_argument("--seed", type=int, default=0)
+    output_help = f"folder for {NAME}.csv and .png; with --speed-table the file to write, by default the package's own"
+    parser.add_argument("--output", type=Path, metavar="PATH", help=output_help)
+    parser.add_argument("--append", action="store_true", help="keep the other cases of the CSV file that is there")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--markdown", type=Path, metavar="CSV", help="print the table of a CSV file, measure nothing")
+    table_help = "write qvit's table of recorded times from a CSV file, measure nothing"
+    instead.add_argument("--speed-table", type=Path, metavar="CSV", help=table_help)
+    args = parser.parse_args(arguments)
+    measures = args.markdown is None and args.speed_table is None
+    if measures and not torch.cuda.is_available():
+        parser.error(
+            "torch sees no CUDA device here, and speed is measured on nothing else; --markdown and --speed-table need "
+            "none"
+        )
+    args.output = args.output or (RESULTS if measures else speed.PATH)
+    return args
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace) -> None:
+    """Measure, print the table and write the files."""
+    path = args.output / f"{NAME}.csv"
+    old = read_csv(path) if args.append and path.exists() else []
+    rows = benchmark(args)
+    print(format_summary(rows))
+    write_results(merge(old, rows), args.output)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the script; returns its exit status."""
+    args = parse_arguments(arguments)
+    try:
+        if args.markdown is not None:
+            print(format_markdown(read_csv(args.markdown)))
+        elif args.speed_table is not None:
+            table = make_speed_table(read_csv(args.speed_table), args.speed_table.name)
+            write_speed_table(table, args.output)
+            print(f"{len(table['rows'])} rows in {args.output}")
+        else:
+            run(args)
+    except QvitError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1 if isinstance(error, MismatchError) else 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Which kernel runs, with which configuration; no GPU needed."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from qvit.kernels import launch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "tune_attention.py"
+spec = importlib.util.spec_from_file_location("tune_attention", SCRIPT)
+tune = importlib.util.module_from_spec(spec)
+sys.modules["tune_attention"] = tune  # where dataclasses look
+spec.loader.exec_module(tune)
+
+
+class OnGpu:
+    """What the choice of a kernel looks at."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+    def __init__(self, tokens, head_dim, row=1):
+        self.shape = torch.Size((2, 3, tokens, head_dim))
+        self._strides = (tokens * head_dim * 3, head_dim, 3 * head_dim, row)
+
+    def stride(self, dim):
+        return self._strides[dim]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "bias", "hopper", "row", "expected"),
+    [
+        pytest.param(197, 64, None, True, 1, "hopper", id="ViT_on_Hopper"),
+        pytest.param(197, 64, None, False, 1, "fused", id="ViT_elsewhere"),
+        pytest.param(197, 64, "bias", True, 1, "fused", id="bias"),
+        pytest.param(49, 32, None, True, 1, "fused", id="small_window"),
+        pytest.param(197, 80, None, True, 1, "fused", id="wide_head"),
+        pytest.param(197, 64, None, True, 2, "fused", id="channels_apart"),
+        pytest.param(320, 64, None, True, 1, "hopper", id="longest_in_one_launch"),
+        pytest.param(321, 64, None, True, 1, "packed", id="long"),
+        pytest.param(300, 64, None, True, 2**26, "packed", id="wide_offsets"),
+    ],
+)
+def test_the_kernel_fits_the_operands(tokens, head_dim, bias, hopper, row, expected, monkeypatch):
+    monkeypatch.setattr(launch, "_is_hopper", lambda index: hopper)
+    x = OnGpu(tokens, head_dim, row)
+    assert launch.kind_of_kernel(x, x, x, bias) == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "blocks", "places", "expected"),
+    [(6, 4, 396, 4), (198, 4, 396, 2), (132, 4, 396, 2), (384, 4, 396, 1), (1000, 4, 396, 1), (130, 5, 396, 3)],
+)
+def test_programs_share_a_head_only_to_fill_the_gpu(heads, blocks, places, expected):
+    assert launch.programs_per_head(heads, blocks, places) == expected
+
+
+def test_the_table_is_well_formed_and_looked_up_by_range(monkeypatch):
+    for row in json.loads(launch.TABLE.read_text())["rows"]:
+        assert row["kind"] in ("hopper", "packed") and set(row) == {
+            "kind", "capability", "head_dim", "tokens", "heads", "config",
+        }  # fmt: skip
+        assert row["tokens"][0] <= row["tokens"][1]
+    common = {"kind": "hopper", "capability": [9, 0], "head_dim": 64, "tokens": [65, 224]}
+    rows = [common | {"heads": 40, "config": {"step": 4}}, common | {"heads": 80, "config": {"step": 2}}]
+    monkeypatch.setattr(launch, "_table", lambda: rows)
+    look = launch.configuration.__wrapped__
+    assert look("hopper", (9, 0), 64, 197, 40) == {"step": 4}
+    assert look("hopper", (9, 0), 64, 197, 41) == {"step": 2}
+    for other in (("hopper", (9, 0), 64, 197, 81), ("hopper", (9, 0), 64, 225, 8), ("hopper", (9, 0), 32, 197, 8)):
+        assert look(*other) == {}
+    assert look("packed", (9, 0), 64, 197, 8) == look("hopper", (10, 0), 64, 197, 8) == {}
+
+
+def test_tuning_joins_neighbours_that_agree():
+    shape = tune.SHAPES[0]
+    found = {
+        6: [({"step": 4}, 4.0), ({"step": 1}, 8.0)],
+        24: [({"step": 4}, 5.0), ({"step": 1}, 8.0)],
+        96: [({"step": 2}, 5.0), ({"step": 1}, 8.0)],
+    }
+    rows = tune.make_rows(shape, (9, 0), found)
+    assert [(row["heads"], row["config"]["step"]) for row in rows] == [(48, 4), (2**31, 2)]
+    assert rows[0]["kind"] == "hopper" and rows[0]["tokens"] == [65, 224]
+
+
+def test_the_first_candidate_is_what_runs_without_a_table():
+    for shape in tune.SHAPES:
+        for heads in tune.HEADS:
+            configs = list(tune.candidates(shape, heads, 132))
+            assert len({json.dumps(c) for c in configs}) == len(configs)
+            rule = launch.programs_per_head(heads, -(-shape.tokens // 64), 3 * 132)
+            assert configs[0] == ({"step": rule} if shape.kind == "hopper" else {})
+
+
+def test_tuning_without_a_gpu_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.main([]) == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
