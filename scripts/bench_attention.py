@@ -512,7 +512,7 @@ def measure(
     sets = None
     if tried:
         sets = choose_sets(workload, batch, limit)
-        case, timer = draw_case(workload, batch, sets, args.seed), TurnTimer(args.rounds)
+        case, timer = draw_case(workload, batch, sets, args.seed), TurnTimer(args.rounds, args.seconds)
         outcomes.update((method, enter(method, methods[method], case, timer)) for method in tried)
         for method, measurement in timer.run(bar.update).items():
             outcomes[method].measurement = measurement
@@ -733,6 +733,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS), metavar="NAME")
     parser.add_argument("--batches", nargs="+", type=_positive, default=[1, 8, 64, 256], metavar="IMAGES")
     parser.add_argument("--rounds", type=_positive, default=3, help="turns that each method gets")
+    parser.add_argument("--seconds", type=float, default=0.3, help="GPU time for a method's replays in one case")
     parser.add_argument("--max-gib", type=float, default=24.0, help="skip what needs more GPU memory")
     parser.add_argument("--seed", type=int, default=0)
     output_help = f"folder for {NAME}.csv and .png; with --speed-table the file to write, by default the package's own"

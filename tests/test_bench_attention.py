@@ -41,7 +41,7 @@ def script():
 class FakeTimer:
     """Takes a microsecond for the first operator that is added, two for the second, and so on."""
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: int, seconds=0.3) -> None:
         self.names = []
 
     def add(self, name, calls, context=nullcontext) -> None:

@@ -266,6 +266,33 @@ def _reciprocal(row_sum, BITS: gl.constexpr, PEAK: gl.constexpr):
 
 
 @gluon.jit
+def _inverse(sums, low_sums, N: gl.constexpr, HIGH: gl.constexpr):
+    """Reciprocals [64, 4] of the weights' sums, from their complements' sums [64, 8], the same in every column.
+
+    Each thread takes the columns that it holds, so that no thread asks another.
+    """
+    KEYS: gl.constexpr = _start(N, _count(N))
+    row_sum, _ = gl.split(gl.reshape(127 * KEYS - sums, [BLOCK_M, 4, 2]))
+    if HIGH:
+        low_sum, _ = gl.split(gl.reshape(KEYS + low_sums, [BLOCK_M, 4, 2]))
+        return _reciprocal((row_sum << 8) - low_sum, 44, 65192)
+    else:
+        return _reciprocal(row_sum, 36, 255)
+
+
+@gluon.jit
+def _spread(inverse, like):
+    """What [64, 4] holds for a row, over the row's channels: column 8n + 2t + e takes column t."""
+    DP: gl.constexpr = like.shape[1]
+    split = gl.reshape(like, [BLOCK_M, DP // 8, 4, 2])
+    layout: gl.constexpr = split.type.layout
+    inner: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
+    wide = gl.expand_dims(gl.expand_dims(gl.convert_layout(inverse, inner, assert_trivial=True), 1), 3)
+    wide = wide + gl.zeros([BLOCK_M, DP // 8, 4, 2], inverse.dtype, layout=layout)
+    return gl.convert_layout(gl.reshape(wide, [BLOCK_M, DP]), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def _multiply_high(a, b):
     return ((a.to(gl.int64) * b.to(gl.int64)) >> 32).to(gl.int32)
 
@@ -287,31 +314,22 @@ def _columns_layout(columns):
 
 
 @gluon.jit
-def _normalise(
-    acc, low, row_sum, low_sum, columns, c_ptr, out_up, N: gl.constexpr, D: gl.constexpr, HIGH: gl.constexpr,
-    OUT: gl.constexpr,
-):  # fmt: skip
-    """numerics.normalise."""
-    KEYS: gl.constexpr = _start(N, _count(N))
+def _normalise(acc, low, inverse, columns, c_ptr, out_up, D: gl.constexpr, HIGH: gl.constexpr, OUT: gl.constexpr):
+    """numerics.normalise. inverse: one for each row, [64, 4] (:func:`_inverse`)."""
     acc = columns * 127 - acc
-    row_sum = 127 * KEYS - row_sum
     if HIGH:
-        low = 0 - columns - low
-        acc = (acc << 2) + ((low + 32) >> 6)
-        inverse = _reciprocal((row_sum << 8) - KEYS - low_sum, 44, 65192)
-    else:
-        inverse = _reciprocal(row_sum, 36, 255)
+        acc = (acc << 2) + ((0 - columns - low + 32) >> 6)
     layout: gl.constexpr = gl.SliceLayout(0, _out(acc.shape[1]))
     if OUT == gl.int8:
         o_d = gl.arange(0, acc.shape[1], layout=layout)
         ratio = gl.load(c_ptr + 5 * D + o_d, mask=o_d < D, other=0)
-        out = _multiply_high(_in_order(_multiply_high(acc << out_up, inverse[:, None])), ratio[None, :])
+        out = _multiply_high(_in_order(_multiply_high(acc << out_up, _spread(inverse, acc))), ratio[None, :])
         down = out_up + gl.load(c_ptr + 6 * D + 5) - (26 if HIGH else 28)
         out = (out + (1 << (down - 1))) >> down
         return gl.minimum(gl.maximum(out, -127), 127).to(OUT)
     else:
         unit: gl.constexpr = 2.0**-38 if HIGH else 2.0**-36
-        out = _in_order(acc.to(gl.float32) * (inverse.to(gl.float32) * unit)[:, None])
+        out = _in_order(acc.to(gl.float32) * _spread(inverse.to(gl.float32) * unit, acc))
         return (out * _vector(c_ptr, 4, D, acc.shape[1], layout)[None, :]).to(OUT)
 
 
@@ -329,14 +347,16 @@ def _attend(
     scores = ()
     for i in gl.static_range(COUNT):
         scores = scores + (_start_scores(q, ks[i]),)
-    if COUNT > 1:
-        scores = warpgroup_mma_wait(0, deps=scores)
-    else:
-        scores = (warpgroup_mma_wait(0, deps=scores),)
-    last = _mask(scores[COUNT - 1], masked, N, _start(N, COUNT - 1))
-    best = _partial_max(last)
-    for i in gl.static_range(COUNT - 1):
-        best = gl.maximum(best, gl.convert_layout(_partial_max(scores[i]), best.type.layout, assert_trivial=True))
+    kept = ()
+    for i in gl.static_range(COUNT):  # a tile's maximum while the next one's scores are under way
+        s = warpgroup_mma_wait(COUNT - 1 - i, deps=(scores[i],))
+        if i == COUNT - 1:
+            s = _mask(s, masked, N, _start(N, i))
+        kept = kept + (s,)
+        if i == 0:
+            best = _partial_max(s)
+        else:
+            best = gl.maximum(best, gl.convert_layout(_partial_max(s), best.type.layout, assert_trivial=True))
     top = gl.convert_layout(gl.max(best, 1), gl.SliceLayout(1, OPERAND), assert_trivial=True)
     base = _distance_base(top, units)
     acc = gl.zeros([BLOCK_M, DP], gl.int32, layout=MMA)
@@ -344,23 +364,26 @@ def _attend(
     low = acc
     low_sums = sums
     for i in gl.static_range(COUNT):
-        s = gl.convert_layout(_operand_order(last if i == COUNT - 1 else scores[i]), OPERAND)
+        s = gl.convert_layout(_operand_order(kept[i]), OPERAND)
         p, p_low = _weights(s, base, 0 - mult, exp_bits, HIGH)
         sums = _sum_rows(p, sums, ones)
-        acc = warpgroup_mma(p, vts[i].permute((1, 0)), acc, is_async=True)
         if HIGH:
             low_sums = _sum_rows(p_low, low_sums, ones)
+        acc = warpgroup_mma(p, vts[i].permute((1, 0)), acc, is_async=True)
+        if HIGH:
             low = warpgroup_mma(p_low, vts[i].permute((1, 0)), low, is_async=True)
-    if HIGH:
-        acc, sums, low, low_sums = warpgroup_mma_wait(0, deps=(acc, sums, low, low_sums))
+    if HIGH:  # the reciprocal while the last products are under way
+        sums, low_sums = warpgroup_mma_wait(2, deps=(sums, low_sums))
+        inverse = _inverse(sums, low_sums, N, True)
+        acc, low = warpgroup_mma_wait(0, deps=(acc, low))
     else:
-        acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
-    row_sum = gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, MMA), assert_trivial=True)
-    low_sum = gl.convert_layout(gl.max(low_sums, 1), gl.SliceLayout(1, MMA), assert_trivial=True)
+        sums = warpgroup_mma_wait(1, deps=(sums,))
+        inverse = _inverse(sums, low_sums, N, False)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
     half = gl.reshape(columns.load(_columns_layout(DP)), [4, 8, DP])
     both = gl.reshape(gl.permute(gl.join(half, half), (0, 3, 1, 2)), [BLOCK_M, DP])
     both = gl.convert_layout(both, MMA, assert_trivial=True)
-    out = _normalise(acc, low, row_sum, low_sum, both, c_ptr, OUT_UP, N, D, HIGH, out_ptr.dtype.element_ty)
+    out = _normalise(acc, low, inverse, both, c_ptr, OUT_UP, D, HIGH, out_ptr.dtype.element_ty)
     o_n = start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, _out(DP)))
     o_d = gl.arange(0, DP, layout=gl.SliceLayout(0, _out(DP)))
     mask = (o_n < N)[:, None]
