@@ -138,6 +138,12 @@ def make_rows(shape: Shape, capability: tuple[int, int], found: dict[int, list[t
     return rows
 
 
+def write_table(path: Path, machine: dict, rows: list[dict]) -> None:
+    """Write the table as JSON, a row on a line."""
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    path.write_text(f'{json.dumps(machine)[:-1]}, "rows": [\n{lines}\n]}}\n')
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=launch.TABLE, help="the table to write")
@@ -166,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
         found[shape][heads] = measure(shape, heads, processors, args.seconds)
     rows = [row for shape in shapes for row in make_rows(shape, capability, found[shape])]
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    args.output.write_text(json.dumps(machine | {"rows": rows}, indent=1) + "\n")
+    write_table(args.output, machine, rows)
     if args.log:
         log = [
             {"kind": s.kind, "tokens": s.tokens, "heads": h, "times": t} for s in shapes for h, t in found[s].items()

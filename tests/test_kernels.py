@@ -234,14 +234,15 @@ def test_assembly_equals_its_plain_twin():
     import triton.language as tl
 
     @triton.jit
-    def kernel(x_ptr, f, p_ptr, l_ptr, HIGH: tl.constexpr, TWIN: tl.constexpr):
+    def kernel(x_ptr, step, f, p_ptr, l_ptr, HIGH: tl.constexpr, TWIN: tl.constexpr):
         o = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-        x = tl.load(x_ptr + o)
+        score = 0 - tl.load(x_ptr + o)
+        base = tl.zeros_like(score)
         if HIGH:
-            p, low = numerics.weights_high(x, f, TWIN)
+            p, low = numerics.weights_high(score, base, step, f, TWIN)
             tl.store(l_ptr + o, low)
         else:
-            p = numerics.weights_standard(x, f, TWIN)
+            p = numerics.weights_standard(score, base, step, f, TWIN)
         tl.store(p_ptr + o, p)
 
     for f in (7, 10, 21, 22):
@@ -253,7 +254,7 @@ def test_assembly_equals_its_plain_twin():
             results = []
             for twin in (False, True):
                 p, low = torch.zeros(2, 1 << 20, dtype=torch.int8, device="cuda")
-                kernel[(1024,)](x, f, p, low, HIGH=high, TWIN=twin)
+                kernel[(1024,)](x, -1, f, p, low, HIGH=high, TWIN=twin)
                 results.append((p, low))
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

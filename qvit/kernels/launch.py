@@ -21,8 +21,15 @@ HOPPER_PROGRAMS = 3  # of the Hopper kernel, on a multiprocessor at a time
 TABLE = pathlib.Path(__file__).with_name("launch_table.json")
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up; Triton's own takes microseconds, and a launch needs a few."""
+    return -(-a // b)
+
+
 def _device_guard(x: torch.Tensor) -> contextlib.AbstractContextManager:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def _group_magic(groups: int) -> int:
@@ -31,6 +38,7 @@ def _group_magic(groups: int) -> int:
     return magic - (1 << 32) if magic >= 1 << 31 else magic
 
 
+@functools.cache
 def tiles(tokens: int) -> tuple[int, int]:
     """Full tiles of keys, and columns of the last, partial one."""
     full, rest = divmod(tokens, TILE)
@@ -39,7 +47,7 @@ def tiles(tokens: int) -> tuple[int, int]:
 
 def padded_dim(head_dim: int) -> int:
     """Channels that the kernels work on: a power of two, and what an int8 product needs."""
-    return max(32, triton.next_power_of_2(head_dim))
+    return max(32, 1 << (head_dim - 1).bit_length())
 
 
 def attention(
@@ -69,6 +77,9 @@ def attention(
     kernels = {"hopper": hopper_attention, "fused": fused_attention, "packed": packed_attention}
     launch = kernels[kind_of_kernel(q, k, v, bias)]
     with _device_guard(q):
+        if chunk == q.shape[0]:  # as ever; four views would take longer than the kernel
+            launch(q, k, v, constants, bias, out, high=high, out_up=out_up, half=half)
+            return
         for start in range(0, q.shape[0], chunk):
             span = slice(start, start + chunk)
             launch(q[span], k[span], v[span], constants, bias, out[span], high=high, out_up=out_up, half=half)
@@ -76,14 +87,19 @@ def attention(
 
 def kind_of_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> str:
     """Which kernel serves the operands: "hopper" or "fused" (one launch), or "packed" (two). All give the same bits."""
-    tokens, head_dim = q.shape[2:]
+    return _kind(q.shape[2:], q.stride()[2:], k.stride()[2:], v.stride()[2:], bias is None, q.is_cuda, q.device.index)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(size, q_stride, k_stride, v_stride, plain: bool, cuda: bool, index: int | None) -> str:
+    tokens, head_dim = size
+    strides = (q_stride, k_stride, v_stride)
     # Offsets inside a head are 32-bit in one launch; the packing kernel's are not.
-    reach = max(tokens * x.stride(2) + head_dim * x.stride(3) for x in (q, k, v))
+    reach = max(tokens * row + head_dim * channel for row, channel in strides)
     if tokens > FUSED_TOKENS or reach >= 2**31:
         return "packed"
-    rows = all(x.stride(3) == 1 for x in (q, k, v))
-    wide = tokens > TILE and head_dim <= TILE and bias is None and rows
-    return "hopper" if wide and q.is_cuda and _is_hopper(q.device.index) else "fused"
+    wide = tokens > TILE and head_dim <= TILE and plain and all(channel == 1 for _, channel in strides)
+    return "hopper" if wide and cuda and _is_hopper(index) else "fused"
 
 
 @functools.cache
@@ -120,7 +136,7 @@ def _processors(index: int | None) -> int:
 def programs_per_head(heads: int, blocks: int, places: int) -> int:
     """How many programs share a head's blocks of queries. Each quantizes K and V anew, so only to fill the GPU."""
     most = max(1, min(blocks, places // heads))
-    return triton.cdiv(blocks, triton.cdiv(blocks, most))  # no more than take as many blocks each
+    return cdiv(blocks, cdiv(blocks, most))  # no more than take as many blocks each
 
 
 @functools.cache
@@ -156,7 +172,7 @@ def hopper_attention(
     processors = _processors(q.device.index)
     config = configuration("hopper", HOPPER, padded_dim(head_dim), tokens, batch * heads)
     places = HOPPER_PROGRAMS * processors
-    step = step or config.get("step") or programs_per_head(batch * heads, triton.cdiv(tokens, 64), places)
+    step = step or config.get("step") or programs_per_head(batch * heads, cdiv(tokens, 64), places)
     stagger = config.get("stagger", 0) if stagger is None else stagger
     hopper.hopper_kernel[(step, heads, batch)](
         q, k, v, constants, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
@@ -173,11 +189,11 @@ def fused_attention(
     batch, heads, tokens, head_dim = q.shape
     full, tail = tiles(tokens)
     if step is None:
-        step = programs_per_head(batch * heads, triton.cdiv(tokens, block_m), _processors(q.device.index))
+        step = programs_per_head(batch * heads, cdiv(tokens, block_m), _processors(q.device.index))
     if num_warps is None:
         num_warps = 2 if tokens <= TILE else 4
     addend, bias_arguments = _bias_arguments(bias, constants)
-    fused.fused_kernel[(min(step, triton.cdiv(tokens, block_m)), heads, batch)](
+    fused.fused_kernel[(min(step, cdiv(tokens, block_m)), heads, batch)](
         q, k, v, addend, constants, out, *q.stride(), *k.stride(), *v.stride(), *bias_arguments, heads,
         N=tokens, D=head_dim, DP=padded_dim(head_dim), TILE=TILE, TILES=full, TAIL=tail, STEP=step, BLOCK_M=block_m,
         BIAS=bias is not None, HIGH=high, INT8_OUT=out.dtype == torch.int8, OUT_UP=out_up, HALF=half,
@@ -195,7 +211,7 @@ def packed_attention(
     block_m = block_m or config.get("block_m", 64)
     num_warps = num_warps or config.get("num_warps", 4)
     num_stages = num_stages or config.get("num_stages", 3)
-    columns, padded = padded_dim(head_dim), triton.cdiv(tokens, TILE) * TILE
+    columns, padded = padded_dim(head_dim), cdiv(tokens, TILE) * TILE
     rows = torch.empty(3, batch, heads, padded * columns, dtype=torch.int8, device=q.device)
     sums = torch.empty(batch, heads, padded // TILE, columns, dtype=torch.int32, device=q.device)
     common = {"D": head_dim, "DP": columns, "INTERPRET": numerics.INTERPRETED, "enable_fp_fusion": False}
@@ -204,7 +220,7 @@ def packed_attention(
         *q.stride(), *k.stride(), *v.stride(), heads, tokens, padded, TILE=TILE, HALF=half, num_warps=4, **common,
     )  # fmt: skip
     addend, bias_arguments = _bias_arguments(bias, sums)
-    attend.attend_kernel[(triton.cdiv(tokens, block_m), heads, batch)](
+    attend.attend_kernel[(cdiv(tokens, block_m), heads, batch)](
         rows[0], rows[1], rows[2], sums, addend, constants, out, *bias_arguments, heads, tokens, padded, full, out_up,
         TAIL=tail, BIAS=bias is not None, HIGH=high, INT8_OUT=out.dtype == torch.int8, BLOCK_M=block_m,
         num_warps=num_warps, num_stages=num_stages, **common,
@@ -227,7 +243,7 @@ def attention_paper(
         for start in range(0, batch, chunk):
             span = slice(start, start + chunk)
             qs, ks, vs = q[span], k[span], v[span]
-            paper.paper_kernel[(triton.cdiv(tokens, 64), heads, qs.shape[0])](
+            paper.paper_kernel[(cdiv(tokens, 64), heads, qs.shape[0])](
                 qs, ks, vs, addend, constants, out[span],
                 *qs.stride(), *ks.stride(), *vs.stride(), *bias_arguments, heads, tokens,
                 D=head_dim, DP=padded_dim(head_dim), BIAS=bias is not None, num_warps=4, num_stages=2,
