@@ -14,8 +14,10 @@ from qvit import reference
 from qvit import scales as S
 from qvit.config import BACKENDS, PRECISIONS
 from qvit.errors import BackendError
+from qvit.windows import WindowPlan, plan_windows
 
 MAX_HEAD_DIM = 128
+MAX_WINDOW = 320  # tokens of a window: its scores stay in registers
 MIN_CAPABILITY = (8, 0)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -67,6 +69,10 @@ _library.define(
     "str backend, bool half) -> Tensor"
 )
 _library.define(
+    "window_attention(Tensor qkv, Tensor? pad, Tensor constants, Tensor? bias, Tensor rows, Tensor pattern, "
+    "str precision, ScalarType out_dtype, str backend, bool half) -> Tensor"
+)
+_library.define(
     "attention_paper(Tensor q, Tensor k, Tensor v, Tensor constants, Tensor? bias, bool text, str backend) -> Tensor"
 )
 
@@ -95,6 +101,34 @@ def _attention_fake(q, k, v, constants, bias, precision, out_dtype, backend, hal
     return q.new_empty(batch, tokens, heads, head_dim, dtype=out_dtype)
 
 
+def _window_attention(qkv, pad, constants, bias, rows, pattern, precision, out_dtype, backend, half):
+    batch, length, _, heads, head_dim = qkv.shape
+    tokens = rows.shape[1]
+    if tokens > MAX_WINDOW:
+        raise BackendError(f"windows have {tokens} tokens, the most is {MAX_WINDOW}")
+    if select_backend(qkv.device, backend) == "reference":
+        return reference.window_attention(
+            qkv, pad, constants, bias, rows, pattern, precision=precision, out_dtype=out_dtype
+        )
+    from qvit.kernels import launch
+
+    if bias is not None:
+        bias = (bias if bias.stride(-1) == 1 else bias.contiguous()).expand(-1, heads, -1, -1)
+    qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
+    out = torch.empty(batch, length, heads, head_dim, dtype=out_dtype, device=qkv.device)
+    if out.numel():
+        up = reference.out_shift(tokens, precision)
+        launch.window_attention(
+            qkv, pad, constants, bias, rows, pattern, out, high=precision == "high", out_up=up, half=half
+        )
+    return out
+
+
+def _window_attention_fake(qkv, pad, constants, bias, rows, pattern, precision, out_dtype, backend, half):
+    batch, length, _, heads, head_dim = qkv.shape
+    return qkv.new_empty(batch, length, heads, head_dim, dtype=out_dtype)
+
+
 def _attention_paper(q, k, v, constants, bias, text, backend):
     if text or select_backend(q.device, backend) == "reference":
         return reference.attention_paper(q, k, v, constants, bias, text=text)
@@ -114,6 +148,7 @@ def _attention_paper_fake(q, k, v, constants, bias, text, backend):
 
 for _name, _impl, _fake in (
     ("attention", _attention, _attention_fake),
+    ("window_attention", _window_attention, _window_attention_fake),
     ("attention_paper", _attention_paper, _attention_paper_fake),
 ):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
@@ -205,6 +240,99 @@ def attention(
         addend = exponent_bias(addend, constants)
     dtype = out_dtype or q.dtype
     return torch.ops.qvit.attention(q, k, v, constants, addend, precision, dtype, backend, scales.half_exact)
+
+
+def window_attention(
+    qkv: torch.Tensor,
+    scales: S.Scales,
+    *,
+    window: tuple[int, int],
+    shift: tuple[int, int] = (0, 0),
+    pad: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    shift_mask: float = -100.0,
+    out_dtype: torch.dtype | None = None,
+    precision: str = "standard",
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Swin's attention in (shifted) windows on the image as it lies, in integers, with static scales.
+
+    Nothing is rolled, padded, partitioned or reversed: the kernel reads and writes each window's rows where they are.
+
+    Args:
+        qkv: (B, height, width, 3, H, D), channels side by side, float16, bfloat16, float32, or int8 quantized with
+            ``scales``; D <= 128.
+        scales: :class:`qvit.Scales`.
+        window: Height and width of a window, at most 320 tokens.
+        shift: How far the image is rolled up and left before it is cut.
+        pad: (3, H, D), what a position outside the image holds: the bias of the qkv projection, of which such a
+            position is all that is left. None: zeros.
+        bias: Additive bias in natural-log units, broadcastable to (H, N, N).
+        shift_mask: Added where two positions meet in a window only because of the shift; -inf keeps them apart whatever
+            the scores.
+        out_dtype: int8, float16, bfloat16 or float32; default the type of qkv.
+        precision: "standard" or "high".
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        (B, height, width, H * D), contiguous.
+
+    Raises:
+        BackendError: Shapes, types, devices or sizes that do not go together.
+    """
+    if qkv.ndim != 6 or qkv.shape[3] != 3:
+        raise BackendError(f"qkv must be (B, height, width, 3, H, D), found {tuple(qkv.shape)}")
+    batch, height, width, _, heads, head_dim = qkv.shape
+    flat = qkv.flatten(1, 2)
+    _check(*flat.permute(2, 0, 3, 1, 4).unbind(0), scales, out_dtype, precision)
+    if pad is not None and (pad.shape != qkv.shape[3:] or pad.dtype != qkv.dtype or pad.device != qkv.device):
+        raise BackendError(
+            f"pad must be {tuple(qkv.shape[3:])} of {qkv.dtype} on {qkv.device}, "
+            f"found {tuple(pad.shape)} of {pad.dtype} on {pad.device}"
+        )
+    try:
+        plan = plan_windows(height, width, tuple(window), tuple(shift))
+    except ValueError as error:
+        raise BackendError(str(error)) from error
+    if pad is None and plan.has_pads:
+        pad = qkv.new_zeros(qkv.shape[3:])
+    constants = scales.constants(qkv.device)
+    addend = pattern_bias(plan, bias, heads, shift_mask, qkv.device)
+    return torch.ops.qvit.window_attention(
+        flat,
+        pad.contiguous() if plan.has_pads else None,
+        constants,
+        None if addend is None else exponent_bias(addend, constants),
+        plan.rows.to(qkv.device),
+        plan.pattern.to(qkv.device),
+        precision,
+        out_dtype or qkv.dtype,
+        backend,
+        scales.half_exact,
+    ).reshape(batch, height, width, heads * head_dim)
+
+
+def pattern_bias(
+    plan: WindowPlan, bias: torch.Tensor | None, heads: int, shift_mask: float, device: torch.device
+) -> torch.Tensor | None:
+    """A bias (H, N, N) with the mask of each pattern of windows: float32 (patterns, H, N, N), or None without either.
+
+    Raises:
+        BackendError: A bias that does not fit.
+    """
+    tokens = plan.rows.shape[1]
+    masks = None
+    if plan.masks.any():
+        masks = torch.zeros(plan.masks.shape, device=device).masked_fill(plan.masks.to(device), shift_mask)
+    if bias is None:
+        return None if masks is None else masks[:, None].expand(-1, heads, -1, -1)
+    try:
+        bias = bias.float().expand(heads, tokens, tokens)
+    except RuntimeError as error:
+        raise BackendError(
+            f"bias of shape {tuple(bias.shape)} does not broadcast to {(heads, tokens, tokens)}"
+        ) from error
+    return bias[None] if masks is None else bias[None] + masks[:, None]
 
 
 def _check(q, k, v, scales, out_dtype, precision) -> None:

@@ -124,6 +124,46 @@ def attention(
     return out
 
 
+def window_attention(
+    qkv: torch.Tensor,
+    pad: torch.Tensor | None,
+    constants: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor,
+    pattern: torch.Tensor,
+    *,
+    precision: str = "standard",
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """:func:`attention` in windows of an image; the definition is the copy that it makes of every window.
+
+    Args:
+        qkv: (B, L, 3, H, D), float or int8, any strides.
+        pad: (3, H, D), what a position outside the image holds, or None: zeros.
+        constants: int32 (H, 6 * D + 8).
+        bias: int32 (patterns, H or 1, N, N) in exponent units, or None.
+        rows: int32 (windows, N): the image's position of each position of a window, -1 outside.
+        pattern: int32 (windows,): the bias that a window takes.
+        precision, out_dtype: As for :func:`attention`.
+
+    Returns:
+        (B, L, H, D), contiguous.
+    """
+    batch, length, _, heads, head_dim = qkv.shape
+    outside = rows < 0
+    # One row more than the image has is what a position outside it reads, and where its result goes.
+    last = torch.zeros_like(qkv[:, :1]) if pad is None else pad.to(qkv.dtype).expand(batch, 1, -1, -1, -1)
+    index = torch.where(outside, length, rows).long()
+    cut = torch.cat([qkv, last], 1)[:, index]  # (B, windows, N, 3, H, D)
+    q, k, v = cut.flatten(0, 1).permute(2, 0, 3, 1, 4).unbind(0)
+    if bias is not None:
+        bias = bias.expand(-1, heads, -1, -1)[pattern.long()]
+    out = attention(q, k, v, constants, bias, precision=precision, out_dtype=out_dtype)
+    image = torch.empty(batch, length + 1, heads, head_dim, dtype=out.dtype, device=out.device)
+    image[:, index.flatten()] = out.reshape(batch, index.numel(), heads, head_dim)
+    return image[:, :length].contiguous()
+
+
 def _operand(x: torch.Tensor, mult: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
     return x.float() if x.dtype == torch.int8 else quantize_operand(x, mult, zero)
 

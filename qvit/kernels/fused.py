@@ -47,6 +47,12 @@ def _values(
     b = _value_rows(v_ptr, stride_n, stride_d, start, 1, o_d, mult, zero, N, D, DP, W, HALF, INTERPRET)
     c = _value_rows(v_ptr, stride_n, stride_d, start, 2, o_d, mult, zero, N, D, DP, W, HALF, INTERPRET)
     d = _value_rows(v_ptr, stride_n, stride_d, start, 3, o_d, mult, zero, N, D, DP, W, HALF, INTERPRET)
+    return join_rows(a, b, c, d, DP, W)
+
+
+@triton.jit
+def join_rows(a, b, c, d, DP: tl.constexpr, W: tl.constexpr):
+    """[DP, W] of four tensors [W / 4, DP] that hold every fourth row."""
     vt = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (1, 0, 2, 3))
     return tl.reshape(vt, [DP, W])
 
@@ -68,6 +74,42 @@ def _scores(
     elif MASK:
         e = tl.where((o_n < N)[None, :], e, masked)
     return e
+
+
+@triton.jit
+def attend_block(
+    q, ks, vts, columns, bias_ptr, stride_bias_m, o_m, o_d, mult, exp_bits, step, masked, c_ptr, N: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, INT8_OUT: tl.constexpr, OUT_UP: tl.constexpr,
+    OUT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Output [BLOCK_M, DP] of the queries o_m, int8, over tiles of keys and values."""
+    COUNT: tl.constexpr = TILES + (TAIL > 0)
+    scores = ()
+    for i in tl.static_range(COUNT):
+        s = _scores(
+            q, ks[i], bias_ptr, stride_bias_m, o_m, i * TILE, mult, masked, N, TILE if i < TILES else TAIL, i >= TILES,
+            BIAS,
+        )  # fmt: skip
+        if i == 0:
+            top = tl.max(s, 1)
+        else:
+            top = tl.maximum(top, tl.max(s, 1))
+        scores = scores + (s,)
+    base = numerics.distance_base(top, step, exp_bits, BIAS)
+    acc = tl.zeros([BLOCK_M, DP], tl.int32)
+    low = tl.zeros([BLOCK_M, DP], tl.int32)
+    sums = tl.zeros([BLOCK_M, 16], tl.int32)
+    low_sums = tl.zeros([BLOCK_M, 16], tl.int32)
+    for i in tl.static_range(COUNT):
+        acc, low, sums, low_sums = numerics.accumulate(
+            acc, low, sums, low_sums, scores[i], base, vts[i], step, exp_bits, TILE if i < TILES else TAIL, HIGH,
+            BLOCK_M, INTERPRET,
+        )  # fmt: skip
+    return numerics.normalise(
+        acc, low, tl.max(sums, 1), tl.max(low_sums, 1), columns, c_ptr, o_d, OUT_UP, TILES * TILE + TAIL, D, HIGH,
+        INT8_OUT, OUT, INTERPRET,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -119,40 +161,9 @@ def fused_kernel(
         o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
         q = _load(q_ptr, stride_qn, stride_qd, o_m, o_d, N, D, DP, True)
         q = numerics.quantize(q, q_mult, zero, HALF, INTERPRET)
-        scores = ()
-        for i in tl.static_range(COUNT):
-            s = _scores(
-                q,
-                ks[i],
-                bias_ptr,
-                stride_bias_m,
-                o_m,
-                i * TILE,
-                mult,
-                masked,
-                N,
-                TILE if i < TILES else TAIL,
-                i >= TILES,
-                BIAS,
-            )
-            if i == 0:
-                top = tl.max(s, 1)
-            else:
-                top = tl.maximum(top, tl.max(s, 1))
-            scores = scores + (s,)
-        base = numerics.distance_base(top, step, exp_bits, BIAS)
-        acc = tl.zeros([BLOCK_M, DP], tl.int32)
-        low = tl.zeros([BLOCK_M, DP], tl.int32)
-        sums = tl.zeros([BLOCK_M, 16], tl.int32)
-        low_sums = tl.zeros([BLOCK_M, 16], tl.int32)
-        for i in tl.static_range(COUNT):
-            acc, low, sums, low_sums = numerics.accumulate(
-                acc, low, sums, low_sums, scores[i], base, vts[i], step, exp_bits, TILE if i < TILES else TAIL, HIGH,
-                BLOCK_M, INTERPRET,
-            )  # fmt: skip
-        out = numerics.normalise(
-            acc, low, tl.max(sums, 1), tl.max(low_sums, 1), columns, c_ptr, o_d, OUT_UP, TILES * TILE + TAIL, D, HIGH,
-            INT8_OUT, out_ptr.dtype.element_ty, INTERPRET,
+        out = attend_block(
+            q, ks, vts, columns, bias_ptr, stride_bias_m, o_m, o_d, mult, exp_bits, step, masked, c_ptr, N, D, DP, TILE,
+            TILES, TAIL, BLOCK_M, BIAS, HIGH, INT8_OUT, OUT_UP, out_ptr.dtype.element_ty, INTERPRET,
         )  # fmt: skip
         o_out = o_m[:, None] * (H * D) + o_d[None, :]
         tl.store(out_ptr + o_out, out, mask=(o_m < N)[:, None] & (o_d < D)[None, :])

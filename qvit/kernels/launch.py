@@ -10,7 +10,7 @@ import pathlib
 import torch
 import triton
 
-from qvit.kernels import attend, fused, numerics, pack, paper
+from qvit.kernels import attend, fused, numerics, pack, paper, window
 
 GRID_Z = 65535  # largest third dimension of a grid
 TILE = 64  # keys of a tile
@@ -225,6 +225,51 @@ def packed_attention(
         TAIL=tail, BIAS=bias is not None, HIGH=high, INT8_OUT=out.dtype == torch.int8, BLOCK_M=block_m,
         num_warps=num_warps, num_stages=num_stages, **common,
     )  # fmt: skip
+
+
+def window_attention(
+    qkv: torch.Tensor,
+    pad: torch.Tensor | None,
+    constants: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor,
+    pattern: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    high: bool,
+    out_up: int,
+    half: bool,
+    block_m: int = 64,
+    num_warps: int | None = None,
+) -> None:
+    """Attention in windows, in one launch, into ``out`` (B, L, H, D).
+
+    Args:
+        qkv: (B, L, 3, H, D), channels side by side.
+        pad: (3, H, D), contiguous, of qkv's type: what a position outside the image holds; None without any.
+        constants: int32 (H, 6 * D + 8).
+        bias: int32 (patterns, H, N, N) in exponent units with unit last stride, or None.
+        rows: int32 (windows, N), contiguous: a window's positions in the image, -1 outside it.
+        pattern: int32 (windows,): the bias of each window.
+        out: Contiguous result, int8 or float.
+        high, out_up, half: As for :func:`attention`.
+        block_m, num_warps: Launch configuration.
+    """
+    batch, length, _, heads, head_dim = qkv.shape
+    windows, tokens = rows.shape
+    full, tail = tiles(tokens)
+    strides = (0, 0, 0) if bias is None else bias.stride()[:3]
+    with _device_guard(qkv):
+        for start in range(0, batch, GRID_Z):
+            x, y = qkv[start : start + GRID_Z], out[start : start + GRID_Z]
+            window.window_kernel[(windows, heads, x.shape[0])](
+                x, x if pad is None else pad, rows, pattern, constants if bias is None else bias, constants, y,
+                *x.stride()[:4], *strides, length, heads,
+                N=tokens, D=head_dim, DP=padded_dim(head_dim), TILE=TILE, TILES=full, TAIL=tail, BLOCK_M=block_m,
+                BIAS=bias is not None, PADS=pad is not None, HIGH=high, INT8_OUT=out.dtype == torch.int8, OUT_UP=out_up,
+                HALF=half, INTERPRET=numerics.INTERPRETED, num_warps=num_warps or (2 if tokens <= TILE else 4),
+                num_stages=1, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 def attention_paper(

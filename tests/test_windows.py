@@ -1,0 +1,216 @@
+"""Attention in shifted windows on the image as it lies: the plan, the definition, and kernel against definition."""
+
+import pytest
+import timm
+import torch
+from timm.models.swin_transformer import SwinTransformerBlock, window_partition, window_reverse
+
+from qvit import Scales
+from qvit import reference as R
+from qvit.errors import BackendError
+from qvit.ops import window_attention
+from qvit.windows import plan_windows
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+# height, width, window, shift
+IMAGES = [
+    (14, 14, (7, 7), (0, 0)),
+    (14, 14, (7, 7), (3, 3)),
+    (50, 50, (7, 7), (3, 3)),
+    (10, 23, (7, 7), (3, 3)),
+    (5, 9, (7, 7), (3, 3)),
+    (7, 21, (7, 10), (0, 5)),
+    (12, 12, (12, 12), (0, 0)),
+    (6, 6, (2, 3), (1, 1)),
+]
+
+
+def named(image):
+    height, width, window, shift = image
+    return f"{height}x{width}_window{window[0]}x{window[1]}_shift{shift[0]}x{shift[1]}"
+
+
+def block_of(height, width, window, shift, **kwargs):
+    block = SwinTransformerBlock(
+        32, (height, width), num_heads=2, window_size=window, shift_size=0, always_partition=True, **kwargs
+    )
+    block.shift_size = shift
+    block._init_buffers()
+    return block.eval()
+
+
+def moved(x, window, shift):
+    """Roll, pad and partition as the host does; (B * windows, N, C)."""
+    x = torch.roll(x, (-shift[0], -shift[1]), (1, 2))
+    pads = [-size % w for size, w in zip(x.shape[1:3], window, strict=True)]
+    x = torch.nn.functional.pad(x, (0, 0, 0, pads[1], 0, pads[0]))
+    return window_partition(x, window).reshape(-1, window[0] * window[1], x.shape[-1]), x.shape[1:3]
+
+
+def moved_back(x, window, shift, padded, size):
+    """The way back to the image; (B, height, width, C)."""
+    x = window_reverse(x.reshape(-1, *window, x.shape[-1]), window, *padded)
+    return torch.roll(x[:, : size[0], : size[1]], shift, (1, 2))
+
+
+def operands(image, dtype=torch.float32, heads=2, dim=16, batch=2):
+    height, width, window, _ = image
+    torch.manual_seed(0)
+    qkv = torch.randn(batch, height, width, 3, heads, dim)
+    pad = torch.randn(3, heads, dim)
+    bias = torch.randn(heads, window[0] * window[1], window[0] * window[1])
+    scales = Scales.from_tensors(*qkv.flatten(1, 2).permute(2, 0, 3, 1, 4).unbind(0))
+    return qkv.to(dtype).to(DEVICE), pad.to(dtype).to(DEVICE), bias.to(DEVICE), scales
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=named)
+def test_the_plan_is_the_hosts_own(image):
+    height, width, window, shift = image
+    plan = plan_windows(*image)
+    ids = torch.arange(1, 1 + height * width).reshape(1, height, width, 1).float()
+    assert torch.equal(plan.rows, moved(ids, window, shift)[0][..., 0].int() - 1)
+    mask = block_of(*image).attn_mask
+    expected = torch.zeros(len(plan.rows), *plan.masks.shape[1:]) if mask is None else mask
+    assert torch.equal(plan.masks[plan.pattern.long()] * -100.0, expected)
+    inside = plan.rows[plan.rows >= 0]
+    assert torch.equal(inside.sort().values, torch.arange(height * width, dtype=torch.int32))
+    assert len(plan.masks) <= 4 or min(image[:2]) < 2 * max(window)
+
+
+@pytest.mark.parametrize("precision", ["standard", "high"])
+@pytest.mark.parametrize("image", IMAGES, ids=named)
+def test_the_definition_is_attention_on_the_hosts_windows(image, precision):
+    """To the bit: the operator on the image, and the attention operator on windows that are really cut."""
+    height, width, window, shift = image
+    qkv, pad, bias, scales = operands(image)
+    result = window_attention(
+        qkv, scales, window=window, shift=shift, pad=pad, bias=bias, precision=precision, backend="reference"
+    )
+    plan = plan_windows(*image)
+    # Pads hold the pad's q, k and v: add them to the zeros that the host's padding leaves.
+    ones, _ = moved(torch.ones(2, height, width, 1, device=DEVICE), window, shift)
+    cut, padded = moved(qkv.flatten(3), window, shift)
+    cut = (cut + (1 - ones) * pad.flatten()).reshape(*cut.shape[:2], 3, 2, -1)
+    q, k, v = cut.permute(2, 0, 3, 1, 4).unbind(0)
+    mask = plan.masks[plan.pattern.long()].to(DEVICE).float() * -100.0
+    constants = scales.constants(DEVICE)
+    addend = R.exponent_bias(bias[None] + mask[:, None], constants)
+    out = R.attention(q, k, v, constants, addend, precision=precision)
+    assert torch.equal(result, moved_back(out.flatten(2), window, shift, padded, (height, width)))
+
+
+@pytest.mark.parametrize("image", IMAGES[:5], ids=named)
+def test_against_the_float_host_window_by_window(image):
+    """50 x 50 with a large qkv bias among them: positions outside the image attend, and hold the bias."""
+    height, width, window, shift = image
+    torch.manual_seed(0)
+    block = block_of(*image)
+    with torch.no_grad():
+        block.attn.qkv.weight.mul_(5)
+        block.attn.qkv.bias.normal_(std=2.0)
+        block.attn.relative_position_bias_table.normal_()
+    block.attn.proj = torch.nn.Identity()  # compare at the attention's own output
+    x = torch.randn(2, height, width, 32)
+    with torch.no_grad():
+        expected = block._attn(x)
+        qkv = block.attn.qkv(x).reshape(2, height, width, 3, 2, 16)
+    pad = block.attn.qkv.bias.detach().reshape(3, 2, 16)
+    everything = torch.cat([qkv.flatten(1, 2), pad.expand(2, 1, -1, -1, -1)], 1)
+    scales = Scales.from_tensors(*everything.permute(2, 0, 3, 1, 4).unbind(0))
+    kwargs = {"window": window, "shift": shift, "bias": block.attn._get_rel_pos_bias()[0].detach()}
+
+    def worst(result):
+        """SQNR of the worst window, dB."""
+        signal, noise = (moved(x.square(), window, shift)[0].sum((1, 2)) for x in (expected, result - expected))
+        return 10 * torch.log10(signal / noise).min()
+
+    assert worst(window_attention(qkv, scales, pad=pad, precision="high", **kwargs)) > 25
+    if plan_windows(*image).has_pads:  # the control: zeros outside the image
+        assert worst(window_attention(qkv, scales, precision="high", **kwargs)) < 10
+
+
+@pytest.mark.parametrize("limit", [1e-3, 0.25, 4.0, 64.0])
+def test_masked_keys_weigh_nothing_at_every_scale(limit):
+    """V that differs only where the shift's mask forbids must not change a bit of the result."""
+    image = (14, 14, (7, 7), (3, 3))
+    qkv, _, _, _ = operands(image)
+    qkv[..., :2, :, :] *= limit
+    scales = Scales.from_tensors(*qkv.cpu().flatten(1, 2).permute(2, 0, 3, 1, 4).unbind(0))
+    other = qkv.clone()
+    other[:, :3, :, 2] = other[:, :3, :, 2].flip(2).neg()  # rows that the roll brings below the others
+    apart = slice(10, 14)  # in the last windows, these rows and the rolled ones are apart
+    for mask in [float("-inf")] + [-100.0] * (limit < 10):  # 100 is little beside scores of thousands, in float too
+        run = lambda x: window_attention(  # noqa: E731
+            x,
+            scales,
+            window=(7, 7),
+            shift=(3, 3),
+            shift_mask=mask,  # noqa: B023
+            precision="high",
+        )
+        a, b = run(qkv), run(other)
+        assert torch.equal(a[:, apart], b[:, apart]) and not torch.equal(a[:, :3], b[:, :3])
+
+
+def triton_runs():
+    numerics = pytest.importorskip("qvit.kernels.numerics")
+    if not (CUDA or numerics.INTERPRETED):
+        pytest.skip("needs a GPU or Triton's interpreter")
+
+
+@pytest.mark.parametrize("precision", ["standard", "high"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("image", [IMAGES[1], IMAGES[3], IMAGES[5], IMAGES[6], IMAGES[7]], ids=named)
+def test_kernel_equals_definition(image, dtype, precision, poisoned):
+    triton_runs()
+    _, _, window, shift = image
+    qkv, pad, bias, scales = operands(image, batch=1)
+    if dtype == torch.int8:
+        qkv, pad = ((x * 30).round().clamp(-127, 127) for x in (qkv, pad))
+    qkv, pad = qkv.to(dtype), pad.to(dtype)
+    common = {"window": window, "shift": shift, "precision": precision}
+    for kwargs in ({"bias": bias, "pad": pad}, {"pad": pad}, {"bias": bias, "out_dtype": torch.int8}):
+        expected = window_attention(qkv, scales, backend="reference", **common, **kwargs)
+        assert torch.equal(window_attention(qkv, scales, backend="triton", **common, **kwargs), expected)
+
+
+@pytest.mark.parametrize("dim", [20, 32], ids="D{}".format)
+def test_strides_and_head_dimensions_are_followed(dim, poisoned):
+    triton_runs()
+    qkv, pad, bias, scales = operands((9, 9, (5, 5), (2, 2)), torch.float16, heads=3, dim=dim)
+    wide = torch.nn.functional.pad(qkv, (0, 5))[..., :dim]
+    kwargs = {"window": (5, 5), "shift": (2, 2), "pad": pad, "bias": bias}
+    expected = window_attention(qkv, scales, backend="reference", **kwargs)
+    assert torch.equal(window_attention(wide, scales, backend="triton", **kwargs), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": (0, 7)}, "at least one token"),
+        ({"shift": (7, 0)}, "shift inside a window"),
+        ({"pad": torch.zeros(3, 2, 8)}, "pad must be"),
+        ({"bias": torch.zeros(3, 49, 49)}, "bias of shape"),
+        ({"window": (32, 32)}, "the most is"),
+    ],
+    ids=["window", "shift", "pad", "bias", "too_large"],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    qkv, _, _, scales = operands((14, 14, (7, 7), (3, 3)))
+    with pytest.raises(BackendError, match=message):
+        window_attention(qkv, scales, **({"window": (7, 7), "shift": (3, 3)} | change))
+
+
+def test_an_image_without_rows_gives_none():
+    qkv, _, _, scales = operands((14, 14, (7, 7), (0, 0)))
+    assert window_attention(qkv[:0], scales, window=(7, 7)).shape == (0, 14, 14, 32)
+
+
+def test_all_stages_of_a_swin_are_planned():
+    model = timm.create_model("swin_tiny_patch4_window7_224")
+    for block in model.modules():
+        if isinstance(block, SwinTransformerBlock):
+            plan = plan_windows(*block.input_resolution, block.window_size, block.shift_size)
+            assert len(plan.masks) == (4 if any(block.shift_size) else 1)
