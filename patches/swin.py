@@ -4,7 +4,9 @@ Modifications:
 - the product of queries and keys, the softmax and the product with the values run in integers (with `skip_slower`,
   where that is not slower);
 - the relative position bias is held in exponent units, and renewed whenever its table may have changed;
-- training mode, and an input that requires a gradient, are errors.
+- training mode, and an input that requires a gradient, are errors;
+- a block of the expected kind gives its attention the image as it lies: shift, padding, partition and their reverses
+  are addresses of the operator, with the same bits as a result.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ from typing import Any
 
 import torch
 from timm.layers import register_notrace_module
-from timm.models.swin_transformer import WindowAttention
-from torch import nn
+from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
+from torch import fx, nn
 
 from qvit import ops
 from qvit.config import QuantConfig
 from qvit.errors import UnsupportedModuleError
 from qvit.patches.base import QuantizedModule
 from qvit.scales import Scales
+from qvit.windows import WindowPlan, plan_windows
+
+SHIFT_MASK = -100.0  # what the host adds where two positions meet only because of the shift
 
 
 @register_notrace_module  # a leaf for symbolic tracing
@@ -66,6 +71,32 @@ class QuantizedWindowAttention(QuantizedModule, WindowAttention):
             buffers["qvit_bias"] = ops.exponent_bias(bias, buffers["qvit_constants"])
         return buffers
 
+    @property
+    def layout(self) -> str:
+        """ "image" where the block gives the image as it lies, else "windows"."""
+        return "image" if "qvit_image_bias" in self._buffers else "windows"
+
+    def attend_image(self, x: torch.Tensor, rows: torch.Tensor, pattern: torch.Tensor, has_pads: bool) -> torch.Tensor:
+        """Attention in an image's windows, x (B, height, width, C), without the projection.
+
+        Args:
+            x: The block's normed input.
+            rows, pattern: Of the image's :class:`qvit.windows.WindowPlan`.
+            has_pads: A window reaches beyond the image.
+        """
+        self.require_inference(x)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).flatten(1, 2)
+        pad = None
+        if has_pads:  # where there is no image, the projection's bias is all that is left
+            zeros = qkv.new_zeros(qkv.shape[2:])
+            pad = zeros if self.qkv.bias is None else self.qkv.bias.to(qkv.dtype).view_as(zeros)
+        settings = self.qvit_settings
+        out = torch.ops.qvit.window_attention(
+            qkv, pad, self.qvit_constants, self.qvit_image_bias, rows, pattern, settings.precision, qkv.dtype,
+            settings.backend, settings.half_exact,
+        )  # fmt: skip
+        return out.reshape(*x.shape[:3], -1)
+
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attention inside windows.
 
@@ -106,6 +137,85 @@ class QuantizedWindowAttention(QuantizedModule, WindowAttention):
             self.qvit_bias.copy_(bias)  # in place: a captured CUDA graph reads this address
         else:
             self.qvit_bias = bias
+        self._renew_image_bias()
+
+    def _renew_image_bias(self) -> None:
+        masks = self._buffers.get("qvit_masks")
+        if masks is None or masks.shape[-1] != self.qvit_bias.shape[-1]:
+            return  # the block that changed the window makes new ones
+        additive = torch.zeros(masks.shape, device=masks.device).masked_fill(masks, SHIFT_MASK)
+        bias = self._get_rel_pos_bias().float() + additive[:, None]
+        bias = ops.exponent_bias(bias, self.qvit_constants)
+        held = self._buffers.get("qvit_image_bias")
+        if held is not None and held.shape == bias.shape and not held.is_inference():
+            held.copy_(bias)
+        else:
+            self.register_buffer("qvit_image_bias", bias, persistent=False)
+
+
+class FoldedSwinTransformerBlock(SwinTransformerBlock):
+    """`SwinTransformerBlock` that leaves the moving of windows to the attention operator."""
+
+    @classmethod
+    def fold(cls, block: nn.Module) -> None:
+        """Turns a block of the expected kind, whose attention is swapped, into this class; leaves any other."""
+        if type(block) is not SwinTransformerBlock or {"_attn", "forward"} & vars(block).keys():
+            return
+        attn, dynamic = block.attn, getattr(block, "dynamic_mask", False)
+        if type(attn) is not QuantizedWindowAttention or dynamic:
+            return
+        if attn.qvit_settings.arithmetic != "qvit" or attn.qvit_settings.skip_slower:
+            return
+        plan = _plan_of(block)
+        if plan is not None:
+            block.__class__ = cls
+            block._take(plan)
+
+    def unfold(self) -> None:
+        """Gives the host's class back; call it before the attention's own way back."""
+        self.__class__ = SwinTransformerBlock
+        for module, names in ((self, ("qvit_rows", "qvit_pattern")), (self.attn, ("qvit_masks", "qvit_image_bias"))):
+            for name in names:
+                module._buffers.pop(name, None)
+        vars(self).pop("qvit_image", None)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _take(self, plan: WindowPlan) -> None:
+        device = self.attn.qvit_constants.device
+        self.register_buffer("qvit_rows", plan.rows.to(device), persistent=False)
+        self.register_buffer("qvit_pattern", plan.pattern.to(device), persistent=False)
+        self.attn.register_buffer("qvit_masks", plan.masks.to(device), persistent=False)
+        self.attn._renew_image_bias()
+        self.qvit_image = (tuple(self.input_resolution), plan.has_pads)
+
+    def _attn(self, x: torch.Tensor) -> torch.Tensor:
+        attn = self.attn
+        hooked = attn._forward_hooks or attn._forward_pre_hooks
+        if isinstance(x, fx.Proxy) or hooked or tuple(x.shape[1:3]) != self.qvit_image[0]:
+            return super()._attn(x)  # a hook expects windows, and another size has other windows
+        return attn.proj_drop(attn.proj(attn.attend_image(x, self.qvit_rows, self.qvit_pattern, self.qvit_image[1])))
+
+    def set_input_size(self, *args: Any, **kwargs: Any) -> None:
+        """Changes the size as the host does, and finds the windows anew; the scales stay as calibrated."""
+        super().set_input_size(*args, **kwargs)
+        plan = _plan_of(self)
+        if plan is None:
+            self.unfold()
+        else:
+            self._take(plan)
+
+
+def _plan_of(block: nn.Module) -> WindowPlan | None:
+    """The block's windows, where its own mask says the same and the operator takes windows of that size."""
+    window = tuple(block.window_size)
+    if window[0] * window[1] > ops.MAX_WINDOW:
+        return None
+    plan = plan_windows(*block.input_resolution, window, tuple(block.shift_size))
+    mask = plan.masks[plan.pattern.long()] * SHIFT_MASK
+    if block.attn_mask is None:
+        return None if plan.masks.any() else plan
+    return plan if torch.equal(block.attn_mask.detach().float().cpu(), mask) else None
 
 
 def _window_mask(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from qvit.discovery import Site, find_attention
 from qvit.errors import BackendError
 
 _COLUMNS = (
-    *("name", "type", "status", "heads", "head_dim", "backend", "precision", "sqnr_db"),
+    *("name", "type", "status", "heads", "head_dim", "layout", "backend", "precision", "sqnr_db"),
     *("integer_us", "float_us", "attention", "reason"),
 )
 _FLOAT = "float"
@@ -30,6 +30,7 @@ class Row:
         status: "swapped" or "left".
         reason: Why it was left; empty when swapped.
         heads, head_dim: None where a left module does not tell.
+        layout: "image" where Swin's shift and windows are addresses of the operator, "windows" where they are moved.
         backend: What runs it on its present device: "triton" or "reference"; empty when left.
         precision: "standard" or "high", or the arithmetic's name for "paper" and "paper_text"; empty when left.
         sqnr_db: Signal to quantization noise of the integer core on a calibration batch; None when left.
@@ -44,6 +45,7 @@ class Row:
     reason: str = ""
     heads: int | None = None
     head_dim: int | None = None
+    layout: str = ""
     backend: str = ""
     precision: str = ""
     sqnr_db: float | None = None
@@ -115,6 +117,7 @@ def _row(site: Site) -> Row:
         status="swapped",
         heads=site.adapter.heads_of(module),
         head_dim=site.adapter.head_dim_of(module),
+        layout=module.layout,
         backend=_backend(module.qvit_constants.device, config),
         precision=config.precision if config.arithmetic == "qvit" else config.arithmetic,
         sqnr_db=module.qvit_record.sqnr_db,

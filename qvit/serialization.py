@@ -89,7 +89,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
             raise CheckpointError(
                 f"{path} was made for other weights of this architecture; quantize this model instead"
             )
-        swap_all(sites, scales, config, sqnr)
+        swap_all(model, sites, scales, config, sqnr)
     return model
 
 

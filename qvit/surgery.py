@@ -13,6 +13,7 @@ from qvit.calibration import Calibration, calibrate
 from qvit.config import QuantConfig
 from qvit.discovery import Site, plan_swap
 from qvit.errors import CalibrationError, ConfigError
+from qvit.patches import FOLDED
 from qvit.patches.base import QuantizedModule
 from qvit.scales import Scales
 
@@ -54,28 +55,35 @@ def quantize(
             targets = plan_swap(model, config, strict=strict)
             calibration = calibrate(model, calib_loader, config)
         _require_same_layers(targets, calibration, config)
-        swap_all(targets, calibration.layers, config, calibration.sqnr)
+        swap_all(model, targets, calibration.layers, config, calibration.sqnr)
     return model
 
 
 def restore(model: nn.Module) -> nn.Module:
     """Gives every quantized module its float class back and removes what `quantize` added; returns the model."""
-    for module in model.modules():
-        if isinstance(module, QuantizedModule):
+    for module in model.modules():  # a block comes before its attention
+        if isinstance(module, FOLDED):
+            module.unfold()
+        elif isinstance(module, QuantizedModule):
             module.unswap()
     return model
 
 
-def swap_all(targets: list[Site], scales: Mapping[str, Scales], config: QuantConfig, sqnr: Mapping[str, float]) -> None:
+def swap_all(
+    model: nn.Module,
+    targets: list[Site],
+    scales: Mapping[str, Scales],
+    config: QuantConfig,
+    sqnr: Mapping[str, float],
+) -> None:
     """Swaps the targets, all or none; `scales` and `sqnr` go by module name."""
-    swapped = []
     try:
         for site in targets:
             site.adapter.swap(site.module, scales[site.name], config, sqnr.get(site.name))
-            swapped.append(site.module)
+        for module in model.modules():
+            FOLDED.fold(module)
     except BaseException:
-        for module in swapped:
-            module.unswap()
+        restore(model)
         raise
 
 
