@@ -173,7 +173,8 @@ class QuantizedModule:
         self.__class__ = self.host
         for name in [n for n in self._buffers if n.startswith("qvit_")]:
             delattr(self, name)
-        del self.qvit_settings, self.qvit_record, self.qvit_choice
+        for name in ("qvit_settings", "qvit_record", "qvit_choice"):
+            vars(self).pop(name, None)
 
     def require_inference(self, x: torch.Tensor) -> None:
         """Raises UnsupportedModuleError in training mode, or where a gradient would be lost."""

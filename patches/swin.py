@@ -6,13 +6,14 @@ Modifications:
 - the relative position bias is held in exponent units, and renewed whenever its table may have changed;
 - training mode, and an input that requires a gradient, are errors;
 - a block of the expected kind gives its attention the image as it lies: shift, padding, partition and their reverses
-  are addresses of the operator, with the same bits as a result.
+  are addresses of the operator, which gives the same bits.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from timm.layers import register_notrace_module
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
@@ -162,14 +163,14 @@ class FoldedSwinTransformerBlock(SwinTransformerBlock):
         if type(block) is not SwinTransformerBlock or {"_attn", "forward"} & vars(block).keys():
             return
         attn, dynamic = block.attn, getattr(block, "dynamic_mask", False)
-        if type(attn) is not QuantizedWindowAttention or dynamic:
-            return
+        if type(attn) is not QuantizedWindowAttention or attn.layout == "image" or dynamic:
+            return  # an attention of two blocks reads the image for the first alone
         if attn.qvit_settings.arithmetic != "qvit" or attn.qvit_settings.skip_slower:
             return
         plan = _plan_of(block)
         if plan is not None:
+            cls._take(block, plan)
             block.__class__ = cls
-            block._take(plan)
 
     def unfold(self) -> None:
         """Gives the host's class back; call it before the attention's own way back."""
@@ -183,17 +184,20 @@ class FoldedSwinTransformerBlock(SwinTransformerBlock):
     @torch.no_grad()
     def _take(self, plan: WindowPlan) -> None:
         device = self.attn.qvit_constants.device
-        self.register_buffer("qvit_rows", plan.rows.to(device), persistent=False)
-        self.register_buffer("qvit_pattern", plan.pattern.to(device), persistent=False)
-        self.attn.register_buffer("qvit_masks", plan.masks.to(device), persistent=False)
+        rows, pattern, masks = plan.tensors(device)
+        self.register_buffer("qvit_rows", rows, persistent=False)
+        self.register_buffer("qvit_pattern", pattern, persistent=False)
+        self.attn.register_buffer("qvit_masks", masks, persistent=False)
         self.attn._renew_image_bias()
         self.qvit_image = (tuple(self.input_resolution), plan.has_pads)
 
     def _attn(self, x: torch.Tensor) -> torch.Tensor:
         attn = self.attn
-        hooked = attn._forward_hooks or attn._forward_pre_hooks
-        if isinstance(x, fx.Proxy) or hooked or tuple(x.shape[1:3]) != self.qvit_image[0]:
-            return super()._attn(x)  # a hook expects windows, and another size has other windows
+        # Another size has other windows; whoever hooks, replaces or restores a part of the attention expects windows.
+        if isinstance(x, fx.Proxy) or tuple(x.shape[1:3]) != self.qvit_image[0] or not _is_untouched(attn):
+            return super()._attn(x)
+        if self.qvit_rows.shape[1] != attn.qvit_bias.shape[-1]:
+            return super()._attn(x)  # set_window_size of the attention alone: the host's own error
         return attn.proj_drop(attn.proj(attn.attend_image(x, self.qvit_rows, self.qvit_pattern, self.qvit_image[1])))
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
@@ -206,16 +210,26 @@ class FoldedSwinTransformerBlock(SwinTransformerBlock):
             self._take(plan)
 
 
+def _is_untouched(attn: nn.Module) -> bool:
+    """True for a swapped attention as it was swapped, with no one listening."""
+    if type(attn) is not QuantizedWindowAttention or "forward" in vars(attn) or type(attn.qkv) is not nn.Linear:
+        return False
+    hooks = torch.nn.modules.module
+    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+        return False
+    return not any(m._forward_hooks or m._forward_pre_hooks for m in (attn, attn.qkv, attn.proj, attn.proj_drop))
+
+
 def _plan_of(block: nn.Module) -> WindowPlan | None:
     """The block's windows, where its own mask says the same and the operator takes windows of that size."""
     window = tuple(block.window_size)
     if window[0] * window[1] > ops.MAX_WINDOW:
         return None
     plan = plan_windows(*block.input_resolution, window, tuple(block.shift_size))
-    mask = plan.masks[plan.pattern.long()] * SHIFT_MASK
     if block.attn_mask is None:
         return None if plan.masks.any() else plan
-    return plan if torch.equal(block.attn_mask.detach().float().cpu(), mask) else None
+    mask = plan.masks[plan.pattern] * SHIFT_MASK
+    return plan if np.array_equal(block.attn_mask.detach().float().cpu().numpy(), mask) else None
 
 
 def _window_mask(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The operators: validate, choose a backend by device, launch. Both are torch.library ops with fake implementations.
+"""The operators: validate, choose a backend by device, launch. All are torch.library ops with fake implementations.
 
-Nothing here synchronises with the host, and nothing falls back silently: a device that the chosen backend cannot serve
-raises.
+Nothing that a module calls synchronises with the host, and nothing falls back silently: a device that the chosen
+backend cannot serve raises.
 """
 
 from __future__ import annotations
@@ -258,6 +258,7 @@ def window_attention(
     """Swin's attention in (shifted) windows on the image as it lies, in integers, with static scales.
 
     Nothing is rolled, padded, partitioned or reversed: the kernel reads and writes each window's rows where they are.
+    The plan of the windows is copied to the device in every call; a quantized model holds its own, and can be captured.
 
     Args:
         qkv: (B, height, width, 3, H, D), channels side by side, float16, bfloat16, float32, or int8 quantized with
@@ -266,7 +267,8 @@ def window_attention(
         window: Height and width of a window, at most 320 tokens.
         shift: How far the image is rolled up and left before it is cut.
         pad: (3, H, D), what a position outside the image holds: the bias of the qkv projection, of which such a
-            position is all that is left. None: zeros.
+            position is all that is left. None: zeros; int8 operands need it where a window reaches beyond the image,
+            for zero is not what a zero is quantized to.
         bias: Additive bias in natural-log units, broadcastable to (H, N, N).
         shift_mask: Added where two positions meet in a window only because of the shift; -inf keeps them apart whatever
             the scores.
@@ -292,9 +294,12 @@ def window_attention(
         )
     try:
         plan = plan_windows(height, width, tuple(window), tuple(shift))
-    except ValueError as error:
-        raise BackendError(str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise BackendError(f"window and shift must be two integers each: {error}") from error
+    rows, pattern, _ = plan.tensors(qkv.device)
     if pad is None and plan.has_pads:
+        if qkv.dtype == torch.int8:
+            raise BackendError("int8 operands need pad, for a window reaches beyond the image: quantize qkv's bias")
         pad = qkv.new_zeros(qkv.shape[3:])
     constants = scales.constants(qkv.device)
     addend = pattern_bias(plan, bias, heads, shift_mask, qkv.device)
@@ -303,8 +308,8 @@ def window_attention(
         pad.contiguous() if plan.has_pads else None,
         constants,
         None if addend is None else exponent_bias(addend, constants),
-        plan.rows.to(qkv.device),
-        plan.pattern.to(qkv.device),
+        rows,
+        pattern,
         precision,
         out_dtype or qkv.dtype,
         backend,
@@ -323,9 +328,12 @@ def pattern_bias(
     tokens = plan.rows.shape[1]
     masks = None
     if plan.masks.any():
-        masks = torch.zeros(plan.masks.shape, device=device).masked_fill(plan.masks.to(device), shift_mask)
+        masks = plan.tensors(device)[2]
+        masks = torch.zeros(masks.shape, device=device).masked_fill(masks, shift_mask)
     if bias is None:
         return None if masks is None else masks[:, None].expand(-1, heads, -1, -1)
+    if bias.device != device or not bias.is_floating_point():
+        raise BackendError(f"bias must be a float tensor on {device}, found {bias.dtype} on {bias.device}")
     try:
         bias = bias.float().expand(heads, tokens, tokens)
     except RuntimeError as error:

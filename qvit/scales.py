@@ -184,8 +184,9 @@ def _exponent_units(score_scale: torch.Tensor, head_dim: int) -> tuple[torch.Ten
     exponents, the constant shift included, stays under 2^31 units of 2^-F octaves.
     """
     score_range = 2 * QMAX**2 * head_dim * score_scale[:, 0]
-    span = 2 * score_range + DEAD_OCTAVES + SHIFT_OCTAVES + 2
-    exp_bits = torch.floor(torch.log2((2**31 - 1) / span))
+    # M is up to a 64th and one unit more than exact.
+    span = 2 * score_range * (1 + _PAIR_SLACK) + DEAD_OCTAVES + SHIFT_OCTAVES + 2
+    exp_bits = torch.floor(torch.log2((2**31 - 1 - 4 * QMAX**2 * head_dim) / span))
     if (exp_bits < MIN_EXP_BITS).any():
         raise CalibrationError(
             f"the scores span up to {score_range.max():.3g} octaves, more than the {2**23} that the exponent holds: "

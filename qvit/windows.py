@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
 OUTSIDE = -1  # a position of a window that lies outside the image
 
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """Where the windows of an image lie.
+    """Where the windows of an image lie, in NumPy: a plan is kept, and must not be of the device or mode of the day.
 
     Attributes:
         rows: int32 (windows, N): the position in the flattened image of each position of each window, or -1.
@@ -21,19 +21,29 @@ class WindowPlan:
         masks: bool (patterns, N, N): True where two positions meet in a window only because of the shift.
     """
 
-    rows: torch.Tensor
-    pattern: torch.Tensor
-    masks: torch.Tensor
+    rows: np.ndarray
+    pattern: np.ndarray
+    masks: np.ndarray
 
     @property
     def has_pads(self) -> bool:
         """True where a window reaches beyond the image."""
         return bool((self.rows == OUTSIDE).any())
 
+    def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """rows, pattern (int32) and masks (bool) as new tensors on a device."""
+        return tuple(torch.tensor(x.tolist(), dtype=d, device=device) for x, d in zip(self._arrays(), _TYPES))
+
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.rows, self.pattern, self.masks
+
+
+_TYPES = (torch.int32, torch.int32, torch.bool)
+
 
 @functools.lru_cache(maxsize=64)
 def plan_windows(height: int, width: int, window: tuple[int, int], shift: tuple[int, int] = (0, 0)) -> WindowPlan:
-    """The windows of Swin (arXiv 2103.14030, section 3.2) for an image, on the CPU.
+    """The windows of Swin (arXiv 2103.14030, section 3.2) for an image.
 
     The image is rolled up and left by ``shift``, padded below and to the right to whole windows, and cut row by row.
 
@@ -50,24 +60,26 @@ def plan_windows(height: int, width: int, window: tuple[int, int], shift: tuple[
             f"expected an image and windows of at least one token and a shift inside a window, found an image of "
             f"{height} x {width}, windows of {window}, shift {shift}"
         )
-    pads = [-size % w for size, w in zip((height, width), window, strict=True)]
-    image = torch.arange(height * width, dtype=torch.int32).reshape(height, width).roll((-shift[0], -shift[1]), (0, 1))
-    rows = _cut(F.pad(image, (0, pads[1], 0, pads[0]), value=OUTSIDE), window)
-    labels = _cut(_regions(height + pads[0], width + pads[1], window, shift), window)
-    masks, pattern = torch.unique(labels[:, None, :] != labels[:, :, None], dim=0, return_inverse=True)
-    return WindowPlan(rows.contiguous(), pattern.int(), masks)
+    pads = [(0, -size % w) for size, w in zip((height, width), window, strict=True)]
+    image = np.roll(np.arange(height * width).reshape(height, width), (-shift[0], -shift[1]), (0, 1))
+    rows = _cut(np.pad(image, pads, constant_values=OUTSIDE), window)
+    labels = _cut(_regions(height + pads[0][1], width + pads[1][1], window, shift), window)
+    apart = labels[:, None, :] != labels[:, :, None]
+    masks, pattern = np.unique(apart, axis=0, return_inverse=True)
+    return WindowPlan(rows.astype(np.int32), pattern.reshape(-1).astype(np.int32), masks)
 
 
-def _cut(image: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+def _cut(image: np.ndarray, window: tuple[int, int]) -> np.ndarray:
     """(H, W) -> (windows, N)."""
-    blocks = image.unflatten(1, (-1, window[1])).unflatten(0, (-1, window[0]))
-    return blocks.transpose(1, 2).reshape(-1, window[0] * window[1])
+    height, width = image.shape
+    blocks = image.reshape(height // window[0], window[0], width // window[1], window[1])
+    return blocks.swapaxes(1, 2).reshape(-1, window[0] * window[1])
 
 
-def _regions(height: int, width: int, window: tuple[int, int], shift: tuple[int, int]) -> torch.Tensor:
+def _regions(height: int, width: int, window: tuple[int, int], shift: tuple[int, int]) -> np.ndarray:
     """Labels of the padded image's parts that were apart before the roll; all one without a shift."""
     parts = []
     for size, w, s in zip((height, width), window, shift, strict=True):
-        position = torch.arange(size)
-        parts.append((position >= size - w).int() + (position >= size - s).int() if any(shift) else position * 0)
+        position = np.arange(size)
+        parts.append(1 * (position >= size - w) + (position >= size - s) if any(shift) else position * 0)
     return 3 * parts[0][:, None] + parts[1][None, :]

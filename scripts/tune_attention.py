@@ -52,18 +52,17 @@ SHAPES = (
 
 
 def candidates(shape: Shape, heads: int, processors: int) -> Iterator[dict]:
-    """Configurations worth a try; the first is what runs without a table."""
+    """Complete configurations worth a try, so that no table fills them up; the first is what runs without one."""
     if shape.kind == "packed":
-        yield {}
-        yield {"block_m": 128, "num_warps": 8}
-        yield {"num_stages": 2}
+        for block_m, num_warps, num_stages in ((64, 4, 3), (128, 8, 3), (64, 4, 2)):
+            yield {"block_m": block_m, "num_warps": num_warps, "num_stages": num_stages}
         return
     blocks = triton.cdiv(shape.tokens, 64)
     places = launch.HOPPER_PROGRAMS * processors
     rule = launch.programs_per_head(heads, blocks, places)
     steps = [rule] + [step for step in (1, 2, blocks) if step != rule and heads * step <= 4 * places]
     for step, stagger in itertools.product(steps, STAGGERS if heads >= 2 * places else (0,)):
-        yield {"step": step} | ({"stagger": stagger} if stagger else {})
+        yield {"step": step, "stagger": stagger}
 
 
 def operands(shape: Shape, heads: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -138,6 +137,13 @@ def make_rows(shape: Shape, capability: tuple[int, int], found: dict[int, list[t
     return rows
 
 
+def merge_rows(old: list[dict], new: list[dict]) -> list[dict]:
+    """The new rows, and the old ones of kernels and GPUs that were not tuned now."""
+    about = lambda row: (row["kind"], tuple(row["capability"]), row["head_dim"])  # noqa: E731
+    tuned = {about(row) for row in new}
+    return [row for row in old if about(row) not in tuned] + new
+
+
 def write_table(path: Path, machine: dict, rows: list[dict]) -> None:
     """Write the table as JSON, a row on a line."""
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
@@ -152,7 +158,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", nargs="+", type=int, default=list(HEADS), help="multiples of 3")
     parser.add_argument("--jobs", type=int, default=4, help="processes that compile")
     parser.add_argument("--seconds", type=float, default=0.1, help="GPU time for each timing")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if any(heads < 3 or heads % 3 for heads in args.heads):
+        parser.error("--heads takes multiples of 3: images have three heads here")
+    return args
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -170,9 +179,10 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[Shape, dict[int, list]] = {shape: {} for shape in shapes}
     for shape, heads in tqdm(cases, desc="measure"):
         found[shape][heads] = measure(shape, heads, processors, args.seconds)
-    rows = [row for shape in shapes for row in make_rows(shape, capability, found[shape])]
+    rows = [row for shape in shapes if found[shape] for row in make_rows(shape, capability, found[shape])]
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    write_table(args.output, machine, rows)
+    old = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
+    write_table(args.output, machine, merge_rows(old, rows))
     if args.log:
         log = [
             {"kind": s.kind, "tokens": s.tokens, "heads": h, "times": t} for s in shapes for h, t in found[s].items()

@@ -154,3 +154,50 @@ def test_one_graph_without_a_break():
     qvit.quantize(model, [x])
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(x), model(x), atol=1e-5)
+
+
+@torch.no_grad()
+def test_who_touches_the_attention_gets_moved_windows():
+    """Hooks on its parts or on all modules, a forward of its own, one attention restored: as if nothing were folded."""
+    model = create("padded")
+    x = images(model)
+    floats = copy.deepcopy(model)
+    qvit.quantize(model, [x])
+    attn = blocks(model)[1].attn
+    shapes = []
+    note = lambda module, args, *rest: shapes.append(tuple(args[0].shape))  # noqa: E731
+    for part in (attn, attn.qkv, attn.proj):
+        shapes.clear()
+        hook = part.register_forward_hook(note)
+        model(x)
+        hook.remove()
+        assert len(shapes) == 1 and len(shapes[0]) == 3, part
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: shapes.append("attention") if module is attn else None
+    )
+    model(x)
+    hook.remove()
+    assert shapes[-1] == "attention"
+    attn.forward = lambda x, mask=None: shapes.append("own") or type(attn).forward(attn, x, mask)
+    model(x)
+    del attn.forward
+    assert shapes[-1] == "own"
+    expected = model(x)
+    for module in [block.attn for block in blocks(model)]:
+        qvit.restore(module)
+    assert torch.allclose(model(x), floats(x), atol=1e-5) and not torch.equal(expected, model(x))
+    assert torch.equal(qvit.restore(model)(x), floats(x))
+
+
+@torch.no_grad()
+def test_an_attention_of_two_blocks_reads_the_image_for_one():
+    model = create()
+    plain, shifted = model.layers[0].blocks
+    shifted.attn = plain.attn
+    x = images(model)
+    qvit.quantize(model, [x])
+    assert [type(block).__name__ for block in (plain, shifted)] == [
+        "FoldedSwinTransformerBlock",
+        "SwinTransformerBlock",
+    ]
+    assert torch.equal(model(x), moved(model, x))

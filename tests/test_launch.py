@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from qvit.errors import BackendError
 from qvit.kernels import launch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "tune_attention.py"
@@ -51,6 +52,7 @@ def test_the_kernel_fits_the_operands(tokens, head_dim, bias, hopper, row, expec
     monkeypatch.setattr(launch, "_is_hopper", lambda index: hopper)
     launch._kind.cache_clear()
     x = OnGpu(tokens, head_dim, row)
+    bias = bias and torch.empty(1, 3, tokens, tokens, device="meta")
     assert launch.kind_of_kernel(x, x, x, bias) == expected
     launch._kind.cache_clear()
 
@@ -98,7 +100,19 @@ def test_the_first_candidate_is_what_runs_without_a_table():
             configs = list(tune.candidates(shape, heads, 132))
             assert len({json.dumps(c) for c in configs}) == len(configs)
             rule = launch.programs_per_head(heads, -(-shape.tokens // 64), 3 * 132)
-            assert configs[0] == ({"step": rule} if shape.kind == "hopper" else {})
+            first = {"hopper": {"step": rule, "stagger": 0}, "packed": {"block_m": 64, "num_warps": 4, "num_stages": 3}}
+            assert configs[0] == first[shape.kind]
+
+
+def test_tuning_keeps_the_rows_of_other_kernels_and_gpus():
+    row = lambda kind, major, heads: {"kind": kind, "capability": [major, 0], "head_dim": 64, "heads": heads}  # noqa: E731
+    old = [row("hopper", 9, 1), row("packed", 9, 2), row("packed", 8, 3)]
+    assert tune.merge_rows(old, [row("packed", 9, 4)]) == [old[0], old[2], row("packed", 9, 4)]
+
+
+def test_a_bias_for_more_windows_than_a_grid_holds_is_refused():
+    with pytest.raises(BackendError, match="most is 65535"):
+        launch._chunk(70_000, torch.empty(70_000, 1, 1, 1, device="meta"))
 
 
 def test_tuning_without_a_gpu_says_so(capsys, monkeypatch):

@@ -75,6 +75,19 @@ def test_exponents_never_leave_int32(limit):
     assert (s.exp_mult >= 1).all()
 
 
+@pytest.mark.parametrize("head_dim", [1, 16, 64, 128])
+def test_exponents_fit_for_every_span_of_scores(head_dim):
+    """M is up to a 64th and a unit more than exact; a bias reaches a span of scores further."""
+    spans = torch.logspace(-4, 6.5, 2000, dtype=torch.float64)  # octaves
+    score_scale = (spans / (2 * 127**2 * head_dim))[:, None]
+    exp_bits, exp_mult, _ = S._exponent_units(score_scale, head_dim)
+    units = 2 * 2 * 127**2 * head_dim * exp_mult.long()
+    octaves = (S.DEAD_OCTAVES + S.SHIFT_OCTAVES + 1) << exp_bits.long()
+    assert (units + octaves < 2**31).all()
+    masked = 127**2 * head_dim * exp_mult.long() + (64 << exp_bits.long()) + 2 * exp_mult.long()
+    assert (masked + units // 4 + octaves < 2**32).all()
+
+
 def test_constants_and_dict_come_back_exactly():
     s = Scales.from_tensors(*sample())
     for back in (Scales.from_constants(s.constants(), s.softmax_scale), Scales.from_dict(s.to_dict())):

@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from timm.models.swin_transformer import SwinTransformerBlock, window_partition, window_reverse
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qvit import Scales
 from qvit import reference as R
@@ -70,13 +71,14 @@ def test_the_plan_is_the_hosts_own(image):
     height, width, window, shift = image
     plan = plan_windows(*image)
     ids = torch.arange(1, 1 + height * width).reshape(1, height, width, 1).float()
-    assert torch.equal(plan.rows, moved(ids, window, shift)[0][..., 0].int() - 1)
+    rows, pattern, masks = plan.tensors("cpu")
+    assert torch.equal(rows, moved(ids, window, shift)[0][..., 0].int() - 1)
     mask = block_of(*image).attn_mask
-    expected = torch.zeros(len(plan.rows), *plan.masks.shape[1:]) if mask is None else mask
-    assert torch.equal(plan.masks[plan.pattern.long()] * -100.0, expected)
-    inside = plan.rows[plan.rows >= 0]
+    expected = torch.zeros(len(rows), *masks.shape[1:]) if mask is None else mask
+    assert torch.equal(masks[pattern.long()] * -100.0, expected)
+    inside = rows[rows >= 0]
     assert torch.equal(inside.sort().values, torch.arange(height * width, dtype=torch.int32))
-    assert len(plan.masks) <= 4 or min(image[:2]) < 2 * max(window)
+    assert len(masks) <= 4 or min(image[:2]) < 2 * max(window)
 
 
 @pytest.mark.parametrize("precision", ["standard", "high"])
@@ -94,7 +96,8 @@ def test_the_definition_is_attention_on_the_hosts_windows(image, precision):
     cut, padded = moved(qkv.flatten(3), window, shift)
     cut = (cut + (1 - ones) * pad.flatten()).reshape(*cut.shape[:2], 3, 2, -1)
     q, k, v = cut.permute(2, 0, 3, 1, 4).unbind(0)
-    mask = plan.masks[plan.pattern.long()].to(DEVICE).float() * -100.0
+    _, pattern, masks = plan.tensors(DEVICE)
+    mask = masks[pattern.long()].float() * -100.0
     constants = scales.constants(DEVICE)
     addend = R.exponent_bias(bias[None] + mask[:, None], constants)
     out = R.attention(q, k, v, constants, addend, precision=precision)
@@ -174,7 +177,8 @@ def test_kernel_equals_definition(image, dtype, precision, poisoned):
         qkv, pad = ((x * 30).round().clamp(-127, 127) for x in (qkv, pad))
     qkv, pad = qkv.to(dtype), pad.to(dtype)
     common = {"window": window, "shift": shift, "precision": precision}
-    for kwargs in ({"bias": bias, "pad": pad}, {"pad": pad}, {"bias": bias, "out_dtype": torch.int8}):
+    zeros = {"pad": pad} if dtype == torch.int8 else {}
+    for kwargs in ({"bias": bias, "pad": pad}, {"pad": pad}, {"bias": bias, "out_dtype": torch.int8} | zeros):
         expected = window_attention(qkv, scales, backend="reference", **common, **kwargs)
         assert torch.equal(window_attention(qkv, scales, backend="triton", **common, **kwargs), expected)
 
@@ -197,13 +201,29 @@ def test_strides_and_head_dimensions_are_followed(dim, poisoned):
         ({"pad": torch.zeros(3, 2, 8)}, "pad must be"),
         ({"bias": torch.zeros(3, 49, 49)}, "bias of shape"),
         ({"window": (32, 32)}, "the most is"),
+        ({"window": 7}, "two integers each"),
+        ({"bias": torch.zeros(2, 49, 49, dtype=torch.bool)}, "must be a float tensor"),
     ],
-    ids=["window", "shift", "pad", "bias", "too_large"],
+    ids=["window", "shift", "pad", "bias", "too_large", "one_number", "bool_bias"],
 )
 def test_what_does_not_fit_is_refused(change, message):
     qkv, _, _, scales = operands((14, 14, (7, 7), (3, 3)))
     with pytest.raises(BackendError, match=message):
         window_attention(qkv, scales, **({"window": (7, 7), "shift": (3, 3)} | change))
+
+
+def test_int8_beyond_the_image_needs_a_pad():
+    qkv, pad, _, scales = operands((5, 9, (7, 7), (0, 0)))
+    with pytest.raises(BackendError, match="int8 operands need pad"):
+        window_attention(qkv.to(torch.int8), scales, window=(7, 7))
+
+
+def test_a_plan_made_in_any_mode_serves_all():
+    plan_windows.cache_clear()
+    with torch.inference_mode(), torch.device("meta"), FakeTensorMode():
+        plan_windows(6, 6, (3, 3), (1, 1))
+    rows, _, masks = plan_windows(6, 6, (3, 3), (1, 1)).tensors("cpu")
+    assert not rows.is_inference() and masks.shape == (4, 9, 9)
 
 
 def test_an_image_without_rows_gives_none():

@@ -10,6 +10,7 @@ import pathlib
 import torch
 import triton
 
+from qvit.errors import BackendError
 from qvit.kernels import attend, fused, numerics, pack, paper, window
 
 GRID_Z = 65535  # largest third dimension of a grid
@@ -87,15 +88,17 @@ def attention(
 
 def kind_of_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> str:
     """Which kernel serves the operands: "hopper" or "fused" (one launch), or "packed" (two). All give the same bits."""
-    return _kind(q.shape[2:], q.stride()[2:], k.stride()[2:], v.stride()[2:], bias is None, q.is_cuda, q.device.index)
+    row = 0 if bias is None else bias.stride(-2)
+    strides = (q.stride()[2:], k.stride()[2:], v.stride()[2:])
+    return _kind(q.shape[1:], strides, row, bias is None, q.is_cuda, q.device.index)
 
 
 @functools.lru_cache(maxsize=1024)
-def _kind(size, q_stride, k_stride, v_stride, plain: bool, cuda: bool, index: int | None) -> str:
-    tokens, head_dim = size
-    strides = (q_stride, k_stride, v_stride)
-    # Offsets inside a head are 32-bit in one launch; the packing kernel's are not.
+def _kind(size, strides, bias_row: int, plain: bool, cuda: bool, index: int | None) -> str:
+    heads, tokens, head_dim = size
+    # Offsets inside a head and an image's output are 32-bit in one launch; of two launches they are not.
     reach = max(tokens * row + head_dim * channel for row, channel in strides)
+    reach = max(reach, tokens * heads * head_dim, tokens * bias_row)
     if tokens > FUSED_TOKENS or reach >= 2**31:
         return "packed"
     wide = tokens > TILE and head_dim <= TILE and plain and all(channel == 1 for _, channel in strides)
@@ -116,6 +119,8 @@ def _is_hopper(index: int | None) -> bool:
 def _chunk(batch: int, bias: torch.Tensor | None) -> int:
     """Batches of a launch: a grid's third dimension holds, and a whole number of a bias's windows."""
     groups = 1 if bias is None else bias.shape[0]
+    if groups > GRID_Z:
+        raise BackendError(f"a bias has {groups} windows, the most is {GRID_Z}; call with parts of the batch")
     return min(batch, GRID_Z // groups * groups)
 
 
@@ -149,7 +154,7 @@ def configuration(kind: str, capability: tuple[int, int], head_dim: int, tokens:
     """Launch configuration from the table that ``scripts/tune_attention.py`` recorded, {} where it has none.
 
     Args:
-        kind: "hopper", "fused" or "packed".
+        kind: "hopper" or "packed".
         capability: Of the GPU.
         head_dim: Padded (:func:`padded_dim`).
         tokens: Sequence length.
@@ -172,7 +177,8 @@ def hopper_attention(
     processors = _processors(q.device.index)
     config = configuration("hopper", HOPPER, padded_dim(head_dim), tokens, batch * heads)
     places = HOPPER_PROGRAMS * processors
-    step = step or config.get("step") or programs_per_head(batch * heads, cdiv(tokens, 64), places)
+    blocks = cdiv(tokens, 64)
+    step = min(blocks, step or config.get("step") or programs_per_head(batch * heads, blocks, places))
     stagger = config.get("stagger", 0) if stagger is None else stagger
     hopper.hopper_kernel[(step, heads, batch)](
         q, k, v, constants, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
