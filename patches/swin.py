@@ -24,9 +24,7 @@ from qvit.config import QuantConfig
 from qvit.errors import UnsupportedModuleError
 from qvit.patches.base import QuantizedModule
 from qvit.scales import Scales
-from qvit.windows import WindowPlan, plan_windows
-
-SHIFT_MASK = -100.0  # what the host adds where two positions meet only because of the shift
+from qvit.windows import SHIFT_MASK, WindowPlan, plan_windows
 
 
 @register_notrace_module  # a leaf for symbolic tracing
@@ -74,7 +72,7 @@ class QuantizedWindowAttention(QuantizedModule, WindowAttention):
 
     @property
     def layout(self) -> str:
-        """ "image" where the block gives the image as it lies, else "windows"."""
+        """What the block gives: "image", as it lies, or "windows"."""
         return "image" if "qvit_image_bias" in self._buffers else "windows"
 
     def attend_image(self, x: torch.Tensor, rows: torch.Tensor, pattern: torch.Tensor, has_pads: bool) -> torch.Tensor:
@@ -133,25 +131,23 @@ class QuantizedWindowAttention(QuantizedModule, WindowAttention):
     def _renew_bias(self) -> None:
         if "qvit_bias" not in self._buffers:
             return
-        bias = ops.exponent_bias(self._get_rel_pos_bias().float(), self.qvit_constants)
-        if bias.shape == self.qvit_bias.shape and not self.qvit_bias.is_inference():
-            self.qvit_bias.copy_(bias)  # in place: a captured CUDA graph reads this address
-        else:
-            self.qvit_bias = bias
+        self._hold("qvit_bias", self._get_rel_pos_bias().float())
         self._renew_image_bias()
 
     def _renew_image_bias(self) -> None:
         masks = self._buffers.get("qvit_masks")
         if masks is None or masks.shape[-1] != self.qvit_bias.shape[-1]:
             return  # the block that changed the window makes new ones
-        additive = torch.zeros(masks.shape, device=masks.device).masked_fill(masks, SHIFT_MASK)
-        bias = self._get_rel_pos_bias().float() + additive[:, None]
+        self._hold("qvit_image_bias", ops.pattern_bias(masks, self._get_rel_pos_bias()[0], self.num_heads, SHIFT_MASK))
+
+    def _hold(self, name: str, bias: torch.Tensor) -> None:
+        """Keeps a bias in exponent units, in place where that can be: a captured CUDA graph reads its address."""
         bias = ops.exponent_bias(bias, self.qvit_constants)
-        held = self._buffers.get("qvit_image_bias")
+        held = self._buffers.get(name)
         if held is not None and held.shape == bias.shape and not held.is_inference():
             held.copy_(bias)
         else:
-            self.register_buffer("qvit_image_bias", bias, persistent=False)
+            self.register_buffer(name, bias, persistent=False)
 
 
 class FoldedSwinTransformerBlock(SwinTransformerBlock):

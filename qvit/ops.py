@@ -14,7 +14,7 @@ from qvit import reference
 from qvit import scales as S
 from qvit.config import BACKENDS, PRECISIONS
 from qvit.errors import BackendError
-from qvit.windows import WindowPlan, plan_windows
+from qvit.windows import SHIFT_MASK, plan_windows
 
 MAX_HEAD_DIM = 128
 MAX_WINDOW = 320  # tokens of a window: its scores stay in registers
@@ -250,7 +250,7 @@ def window_attention(
     shift: tuple[int, int] = (0, 0),
     pad: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    shift_mask: float = -100.0,
+    shift_mask: float = SHIFT_MASK,
     out_dtype: torch.dtype | None = None,
     precision: str = "standard",
     backend: str = "auto",
@@ -296,18 +296,20 @@ def window_attention(
         plan = plan_windows(height, width, tuple(window), tuple(shift))
     except (TypeError, ValueError) as error:
         raise BackendError(f"window and shift must be two integers each: {error}") from error
-    rows, pattern, _ = plan.tensors(qkv.device)
+    rows, pattern, masks = plan.tensors(qkv.device)
     if pad is None and plan.has_pads:
         if qkv.dtype == torch.int8:
             raise BackendError("int8 operands need pad, for a window reaches beyond the image: quantize qkv's bias")
         pad = qkv.new_zeros(qkv.shape[3:])
     constants = scales.constants(qkv.device)
-    addend = pattern_bias(plan, bias, heads, shift_mask, qkv.device)
+    addend = None
+    if bias is not None or plan.masks.any():
+        addend = exponent_bias(pattern_bias(masks, bias, heads, shift_mask), constants)
     return torch.ops.qvit.window_attention(
         flat,
         pad.contiguous() if plan.has_pads else None,
         constants,
-        None if addend is None else exponent_bias(addend, constants),
+        addend,
         rows,
         pattern,
         precision,
@@ -317,21 +319,16 @@ def window_attention(
     ).reshape(batch, height, width, heads * head_dim)
 
 
-def pattern_bias(
-    plan: WindowPlan, bias: torch.Tensor | None, heads: int, shift_mask: float, device: torch.device
-) -> torch.Tensor | None:
-    """A bias (H, N, N) with the mask of each pattern of windows: float32 (patterns, H, N, N), or None without either.
+def pattern_bias(masks: torch.Tensor, bias: torch.Tensor | None, heads: int, shift_mask: float) -> torch.Tensor:
+    """A bias (H, N, N) with the mask of each pattern of windows, bool (patterns, N, N): float32 (patterns, H, N, N).
 
     Raises:
         BackendError: A bias that does not fit.
     """
-    tokens = plan.rows.shape[1]
-    masks = None
-    if plan.masks.any():
-        masks = plan.tensors(device)[2]
-        masks = torch.zeros(masks.shape, device=device).masked_fill(masks, shift_mask)
+    device, tokens = masks.device, masks.shape[-1]
+    additive = torch.zeros(masks.shape, device=device).masked_fill(masks, shift_mask)[:, None]
     if bias is None:
-        return None if masks is None else masks[:, None].expand(-1, heads, -1, -1)
+        return additive.expand(-1, heads, -1, -1)
     if bias.device != device or not bias.is_floating_point():
         raise BackendError(f"bias must be a float tensor on {device}, found {bias.dtype} on {bias.device}")
     try:
@@ -340,7 +337,7 @@ def pattern_bias(
         raise BackendError(
             f"bias of shape {tuple(bias.shape)} does not broadcast to {(heads, tokens, tokens)}"
         ) from error
-    return bias[None] if masks is None else bias[None] + masks[:, None]
+    return bias + additive
 
 
 def _check(q, k, v, scales, out_dtype, precision) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 OUTSIDE = -1  # a position of a window that lies outside the image
+SHIFT_MASK = -100.0  # what Swin adds where two positions meet only because of the shift
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,8 @@ class WindowPlan:
 
     def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """rows, pattern (int32) and masks (bool) as new tensors on a device."""
-        return tuple(torch.tensor(x.tolist(), dtype=d, device=device) for x, d in zip(self._arrays(), _TYPES))
-
-    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return self.rows, self.pattern, self.masks
-
-
-_TYPES = (torch.int32, torch.int32, torch.bool)
+        rows, pattern = (torch.tensor(x.tolist(), dtype=torch.int32, device=device) for x in (self.rows, self.pattern))
+        return rows, pattern, torch.tensor(self.masks.tolist(), dtype=torch.bool, device=device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -57,7 +57,7 @@ def candidates(shape: Shape, heads: int, processors: int) -> Iterator[dict]:
         for block_m, num_warps, num_stages in ((64, 4, 3), (128, 8, 3), (64, 4, 2)):
             yield {"block_m": block_m, "num_warps": num_warps, "num_stages": num_stages}
         return
-    blocks = triton.cdiv(shape.tokens, 64)
+    blocks = launch.cdiv(shape.tokens, 64)
     places = launch.HOPPER_PROGRAMS * processors
     rule = launch.programs_per_head(heads, blocks, places)
     steps = [rule] + [step for step in (1, 2, blocks) if step != rule and heads * step <= 4 * places]
@@ -144,10 +144,10 @@ def merge_rows(old: list[dict], new: list[dict]) -> list[dict]:
     return [row for row in old if about(row) not in tuned] + new
 
 
-def write_table(path: Path, machine: dict, rows: list[dict]) -> None:
-    """Write the table as JSON, a row on a line."""
+def write_rows(path: Path, machine: dict, name: str, rows: list[dict]) -> None:
+    """Write the machine and rows as JSON, a row on a line."""
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    path.write_text(f'{json.dumps(machine)[:-1]}, "rows": [\n{lines}\n]}}\n')
+    path.write_text(f'{json.dumps(machine)[:-1]}, "{name}": [\n{lines}\n]}}\n')
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -182,12 +182,12 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [row for shape in shapes if found[shape] for row in make_rows(shape, capability, found[shape])]
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     old = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
-    write_table(args.output, machine, merge_rows(old, rows))
+    write_rows(args.output, machine, "rows", merge_rows(old, rows))
     if args.log:
         log = [
             {"kind": s.kind, "tokens": s.tokens, "heads": h, "times": t} for s in shapes for h, t in found[s].items()
         ]
-        args.log.write_text(json.dumps(machine | {"measured": log}, indent=1) + "\n")
+        write_rows(args.log, machine, "measured", log)
     for row in rows:
         print(row)
     return 0
