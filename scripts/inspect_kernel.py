@@ -4,8 +4,8 @@ python scripts/inspect_kernel.py
 python scripts/inspect_kernel.py --capability 90 --kernel hopper --tokens 197 --opcodes
 python scripts/inspect_kernel.py --capability 80 90 120 --csv kernels.csv
 
-"per score" counts the instructions of the main loop, of a thread, for each attention score that it makes there, keys
-that fill up the last tile included.
+"per score" counts the instructions of a thread in the loops over keys (or, where tiles are unrolled, over queries) for
+each attention score that it makes there, keys that fill up the last tile included.
 "float" names the float instructions of a kernel from int8 to int8: there must be none. The first run compiles for some
 minutes; later ones find Triton's cache.
 """
@@ -24,9 +24,9 @@ from tqdm import tqdm
 from qvit.kernels import inspection
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
-KERNELS = ("hopper", "fused", "attend", "pack")
+KERNELS = ("hopper", "hopper_long", "fused", "attend", "pack")
 # ViT, a window of Swin, CLIP with patches of 14; DeiT at 384
-TOKENS = {"hopper": (197, 257), "fused": (197, 49, 257), "attend": (577,)}
+TOKENS = {"hopper": (197, 257), "hopper_long": (577,), "fused": (197, 49, 257), "attend": (577,)}
 POINTERS = {"int8": "*i8", "float16": "*fp16"}
 
 
@@ -35,7 +35,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", choices=CAPABILITIES, default=CAPABILITIES)
     parser.add_argument("--kernel", nargs="+", choices=KERNELS, default=KERNELS)
-    parser.add_argument("--tokens", type=int, nargs="+", help="default: 197, 49 and 257, or 577 (attend)")
+    parser.add_argument("--tokens", type=int, nargs="+", help="default: 197, 49 and 257, or 577 (hopper_long, attend)")
     parser.add_argument("--head-dim", type=int, help="default: 32 for up to 64 tokens, else 64")
     parser.add_argument("--precision", nargs="+", choices=("standard", "high"), default=("standard", "high"))
     parser.add_argument(
@@ -60,7 +60,7 @@ def cases(args: argparse.Namespace) -> list[dict]:
         for (tokens, dim), precision, operand, cap in itertools.product(
             shapes, precisions, args.operand, args.capability
         ):
-            if kernel == "hopper" and cap != 90:
+            if kernel.startswith("hopper") and cap != 90:
                 continue
             case = {"kernel": kernel, "tokens": tokens, "head_dim": dim, "precision": precision}
             found.append(case | {"operand": operand, "capability": cap})

@@ -30,7 +30,6 @@ from qvit.kernels import launch
 
 HEADS = (3, 6, 12, 24, 48, 96, 192, 384, 768, 1536, 3072)  # of all images of a call together
 SETS = 3  # input sets that a timing rotates among
-STAGGERS = (0, 1500, 3000)  # nanoseconds
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ def candidates(shape: Shape, heads: int, processors: int) -> Iterator[dict]:
     places = launch.HOPPER_PROGRAMS * processors
     rule = launch.programs_per_head(heads, blocks, places)
     steps = [rule] + [step for step in (1, 2, blocks) if step != rule and heads * step <= 4 * places]
-    for step, stagger in itertools.product(steps, STAGGERS if heads >= 2 * places else (0,)):
-        yield {"step": step, "stagger": stagger}
+    for step in steps:
+        yield {"step": step}
 
 
 def operands(shape: Shape, heads: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,7 +73,7 @@ def operands(shape: Shape, heads: int, seed: int = 0) -> tuple[torch.Tensor, tor
 
 def caller(shape: Shape, data: tuple, scales: qvit.Scales, config: dict) -> Callable[[], torch.Tensor]:
     """A call of the shape's kernel with a configuration."""
-    run = {"hopper": launch.hopper_attention, "packed": launch.packed_attention}[shape.kind]
+    run = launch.KERNELS[shape.kind]
     constants = scales.constants("cuda")
     batch, heads, tokens, head_dim = data[0].shape
     up = reference.out_shift(tokens, "standard")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not (CUDA or numerics.INTERPRETED), reason="need
 
 # Small enough for the interpreter; a GPU takes the grid of sequence lengths and head dimensions as well.
 SHAPES = [(1, 1, 1, 16), (2, 2, 49, 32), (1, 2, 65, 48), (1, 1, 130, 72), (1, 2, 197, 64), (1, 1, 64, 128)]
-GRID_N = (1, 16, 49, 50, 64, 65, 100, 128, 144, 196, 197, 198, 257, 320, 321, 577, 1025)
+GRID_N = (1, 16, 49, 50, 64, 65, 100, 128, 144, 196, 197, 198, 257, 320, 321, 384, 577, 1025, 1370, 1792)
 GRID_D = (16, 20, 32, 48, 64, 72, 80, 88, 96, 104, 128)
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.int8]
 
@@ -124,8 +124,10 @@ PACKED = [
     {"block_m": 128, "num_warps": 8},
     {"block_m": 128, "num_stages": 2},
 ]
-HOPPERS = [{"step": 1}, {"step": 3}, {"step": 4, "stagger": 0}, {"step": 1, "stagger": 500}]
-CONFIGS = [(k, c) for k, cs in (("fused", FUSED), ("packed", PACKED), ("hopper", HOPPERS * HOPPER)) for c in cs]
+HOPPERS = [{"step": 1}, {"step": 3}]
+HOPPERS_LONG = [{"step": 4, "num_warps": 4}, {"step": 1, "num_warps": 8}, {"step": 1, "num_warps": 16}]
+KINDS = {"fused": FUSED, "packed": PACKED} | ({"hopper": HOPPERS, "hopper_long": HOPPERS_LONG} if HOPPER else {})
+CONFIGS = [(kind, config) for kind, configs in KINDS.items() for config in configs]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_launch_configuration_changes_nothing(kind, config, high, poisoned):
     (q, k, v), scales = operands((1, 2, 197, 64), torch.float16)
     expected = attention(q.cpu(), k.cpu(), v.cpu(), scales, precision="high" if high else "standard")
     out = torch.empty(1, 197, 2, 64, dtype=torch.float16, device=DEVICE)
-    run = getattr(launch, kind + "_attention")
+    run = launch.KERNELS[kind]
     run(q, k, v, scales.constants(DEVICE), None, out, high=high, out_up=8, half=True, **config)
     assert torch.equal(out.cpu(), expected)
 
@@ -149,7 +151,7 @@ def test_every_row_of_the_launch_table_changes_nothing():
         tokens = min(row["tokens"][1], row["tokens"][0] + 9)
         (q, k, v), scales = operands((2, 2, tokens, row["head_dim"]), torch.float16)
         out = torch.empty(2, tokens, 2, row["head_dim"], dtype=torch.float16, device=DEVICE)
-        run = getattr(launch, row["kind"] + "_attention")
+        run = launch.KERNELS[row["kind"]]
         run(q, k, v, scales.constants(DEVICE), None, out, high=False, out_up=4, half=True, **row["config"])
         assert torch.equal(out.cpu(), attention(q.cpu(), k.cpu(), v.cpu(), scales)), row
 

@@ -44,7 +44,13 @@ class OnGpu:
         pytest.param(197, 80, None, True, 1, "fused", id="wide_head"),
         pytest.param(197, 64, None, True, 2, "fused", id="channels_apart"),
         pytest.param(320, 64, None, True, 1, "hopper", id="longest_in_one_launch"),
-        pytest.param(321, 64, None, True, 1, "packed", id="long"),
+        pytest.param(321, 64, None, True, 1, "hopper_long", id="long"),
+        pytest.param(1792, 48, None, True, 1, "hopper_long", id="longest_in_shared_memory"),
+        pytest.param(1793, 64, None, True, 1, "packed", id="longer"),
+        pytest.param(577, 64, None, False, 1, "packed", id="long_elsewhere"),
+        pytest.param(577, 32, None, True, 1, "packed", id="long_narrow_head"),
+        pytest.param(577, 64, "bias", True, 1, "packed", id="long_with_bias"),
+        pytest.param(577, 64, None, True, 2, "packed", id="long_channels_apart"),
         pytest.param(300, 64, None, True, 2**26, "packed", id="wide_offsets"),
     ],
 )
@@ -65,9 +71,17 @@ def test_programs_share_a_head_only_to_fill_the_gpu(heads, blocks, places, expec
     assert launch.programs_per_head(heads, blocks, places) == expected
 
 
+@pytest.mark.parametrize(
+    ("heads", "tokens", "warps", "step"),
+    [(6, 577, 4, 10), (48, 577, 8, 5), (384, 577, 8, 1), (6, 1370, 4, 22), (48, 1370, 8, 2), (1536, 1792, 8, 1)],
+)
+def test_long_sequences_share_a_head_only_to_fill_the_gpu(heads, tokens, warps, step):
+    assert launch.long_configuration(heads, tokens, 132) == {"num_warps": warps, "step": step}
+
+
 def test_the_table_is_well_formed_and_looked_up_by_range(monkeypatch):
     for row in json.loads(launch.TABLE.read_text())["rows"]:
-        assert row["kind"] in ("hopper", "packed") and set(row) == {
+        assert row["kind"] in launch.KERNELS and set(row) == {
             "kind", "capability", "head_dim", "tokens", "heads", "config",
         }  # fmt: skip
         assert row["tokens"][0] <= row["tokens"][1]
@@ -100,7 +114,7 @@ def test_the_first_candidate_is_what_runs_without_a_table():
             configs = list(tune.candidates(shape, heads, 132))
             assert len({json.dumps(c) for c in configs}) == len(configs)
             rule = launch.programs_per_head(heads, -(-shape.tokens // 64), 3 * 132)
-            first = {"hopper": {"step": rule, "stagger": 0}, "packed": {"block_m": 64, "num_warps": 4, "num_stages": 3}}
+            first = {"hopper": {"step": rule}, "packed": {"block_m": 64, "num_warps": 4, "num_stages": 3}}
             assert configs[0] == first[shape.kind]
 
 

@@ -199,7 +199,7 @@ def test_strides_and_head_dimensions_are_followed(dim, poisoned):
         ({"window": (0, 7)}, "at least one token"),
         ({"shift": (7, 0)}, "shift inside a window"),
         ({"pad": torch.zeros(3, 2, 8)}, "pad must be"),
-        ({"bias": torch.zeros(3, 49, 49)}, "bias of shape"),
+        ({"bias": torch.zeros(3, 49, 49, device=DEVICE)}, "bias of shape"),
         ({"window": (32, 32)}, "the most is"),
         ({"window": 7}, "two integers each"),
         ({"bias": torch.zeros(2, 49, 49, dtype=torch.bool)}, "must be a float tensor"),

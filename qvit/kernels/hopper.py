@@ -22,6 +22,24 @@ _MASKED_SCORE = gl.constexpr(6)  # its place among a head's scalars
 _QUANTIZE_HALF = gl.constexpr(numerics.QUANTIZE_HALF.value)
 _STANDARD = gl.constexpr(numerics.STANDARD_HOPPER.value)
 _HIGH = gl.constexpr(numerics.HIGH.value)
+# Four keys' values -> a word for each channel: of int8, by four channels; of float16, quantized like QUANTIZE_HALF, by
+# two; of what float32 became, one.
+_WORDS_INT8 = gl.constexpr(
+    "{ .reg .b32 a, b, c, d; prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $6, $7, 0x5140; prmt.b32 c, $4, $5, 0x7362;"
+    "prmt.b32 d, $6, $7, 0x7362; prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632; prmt.b32 $2, c, d, 0x5410;"
+    "prmt.b32 $3, c, d, 0x7632; }"
+)
+_WORDS_HALF = gl.constexpr(
+    "{ .reg .b32 x<4>, hi, lo; mov.b32 hi, 0x667F667F; mov.b32 lo, 0x65816581;"
+    + "".join(
+        f"fma.rn.f16x2 x{i}, ${2 + i}, $6, $7; max.f16x2 x{i}, x{i}, lo; min.f16x2 x{i}, x{i}, hi;" for i in range(4)
+    )
+    + "prmt.b32 x0, x0, x1, 0x6240; prmt.b32 x2, x2, x3, 0x6240; prmt.b32 $0, x0, x2, 0x5410;"
+    + "prmt.b32 $1, x0, x2, 0x7632; }"
+)
+_WORDS = gl.constexpr(
+    "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410; }"
+)
 
 # Triton 3.7 gave the barrier another name.
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -56,48 +74,51 @@ def _bits(size, dim):
 
 
 @gluon.constexpr_function
-def _mma(columns):
-    """Accumulators [64, columns] of four warps."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
+def _mma(rows, columns):
+    """Accumulators [rows, columns], 16 rows a warp."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[rows // 16, 1], instr_shape=[16, columns, 32])
 
 
 @gluon.constexpr_function
-def _operand(columns):
+def _operand(rows, columns):
     """The 8-bit operand in registers that goes with such accumulators."""
-    return gl.DotOperandLayout(0, _mma(columns), 4)
+    return gl.DotOperandLayout(0, _mma(rows, columns), 4)
 
 
 @gluon.constexpr_function
-def _rows(columns, size):
+def _rows(columns, size, warps):
     """A tile of rows: each thread takes ``size`` neighbouring channels."""
     lanes = columns // size
-    return gl.BlockedLayout([1, size], [32 // lanes, lanes], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, size], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def _quads(width, columns, keys_first):
+def _quads(width, columns, warps, words=False):
     """A tile of V [width, columns]: each thread takes four neighbouring keys of eight neighbouring channels.
 
-    ``keys_first``: the keys change fastest in the thread's registers, so that four of a channel make a word.
+    ``words``: of the tile [width / 4, columns] of words, made of four keys each.
     """
-    keys, channels = _bits(width, 0), _bits(columns, 1)
-    others = channels[3:] + keys[2:]
-    warp = others[5:7] + [[0, 0]] * (7 - len(others))
-    own = keys[:2] + channels[:3] if keys_first else channels[:3] + keys[:2]
-    return gl.DistributedLinearLayout(own + others[7:], others[:5], warp, [], [width, columns])
+    keys, channels = _bits(width // 4 if words else width, 0), _bits(columns, 1)
+    others = channels[3:] + (keys if words else keys[2:])
+    end = 4 + warps.bit_length()
+    warp = others[5:end] + [[0, 0]] * (end - len(others))
+    own = channels[:3] if words else channels[:3] + keys[:2]
+    return gl.DistributedLinearLayout(
+        own + others[end:], others[:5], warp, [], [width // 4 if words else width, columns]
+    )
 
 
 @gluon.constexpr_function
-def _out(columns):
+def _out(rows, columns):
     """Rows of the output in the accumulators' threads, each with a quarter of a row's channels side by side."""
     lanes = [[0, columns // 4], [0, columns // 2], [1, 0], [2, 0], [4, 0]]
     own = _bits(columns // 4, 1) + [[8, 0]]
-    return gl.DistributedLinearLayout(own, lanes, [[16, 0], [32, 0]], [], [64, columns])
+    return gl.DistributedLinearLayout(own, lanes, _bits(rows, 0)[4:], [], [rows, columns])
 
 
 @gluon.constexpr_function
-def _swizzled(bytes_of_row):
-    return gl.NVMMASharedLayout(min(bytes_of_row, 128), 8)
+def _swizzled(bytes_of_row, bits=8):
+    return gl.NVMMASharedLayout(min(bytes_of_row, 128), bits)
 
 
 # ---------------------------------------------------------------- from memory to int8
@@ -110,31 +131,81 @@ def _vector(c_ptr, index: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, layou
 
 
 @gluon.jit
-def _quantize(x, c_ptr, mult: gl.constexpr, zero: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr):
-    """numerics.quantize; multipliers are vector ``mult`` of the constants, zero points vector ``zero`` or, at -1, 0."""
+def _factors(
+    c_ptr, mult: gl.constexpr, zero: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, IN: gl.constexpr,
+    HALF: gl.constexpr, rows: gl.constexpr,
+):  # fmt: skip
+    """What quantizes operands of type IN and layout ``rows``: multipliers and addends, [DP]; of int8, nothing.
+
+    Multipliers are vector ``mult`` of the constants, zero points vector ``zero`` or, at -1, 0.
+    """
+    if IN == gl.int8:
+        return 0, 0
+    else:
+        half: gl.constexpr = HALF and IN == gl.float16
+        rounder: gl.constexpr = 1536.0 if half else 12582912.0
+        layout: gl.constexpr = gl.SliceLayout(0, rows)
+        r = _vector(c_ptr, mult, D, DP, layout)
+        if zero >= 0:
+            c = rounder - _vector(c_ptr, zero, D, DP, layout)
+        else:
+            c = gl.full([DP], rounder, gl.float32, layout=layout)
+        if half:
+            r = r.to(gl.float16)
+            c = c.to(gl.float16)
+        return r, c
+
+
+@gluon.jit
+def _rounded(x, r, c):
+    """int32 whose low byte is the quantized value."""
+    x = x.to(gl.float32)
+    none = gl.zeros_like(x)
+    y = gl.fma(x, r[None, :] + none, c[None, :] + none)
+    return gl.minimum(gl.maximum(y, 12582785.0), 12583039.0).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _quantize(x, factors):
+    """numerics.quantize, by :func:`_factors`."""
     if x.dtype == gl.int8:
         return x
+    elif factors[0].dtype == gl.float16:
+        r, c = factors
+        return gl.inline_asm_elementwise(
+            _QUANTIZE_HALF, "=r,r,r,r,r,r,r", [x, r[None, :], c[None, :]], dtype=gl.int8, is_pure=False, pack=4
+        )
     else:
-        half: gl.constexpr = HALF and x.dtype == gl.float16
-        rounder: gl.constexpr = 1536.0 if half else 12582912.0
-        layout: gl.constexpr = gl.SliceLayout(0, x.type.layout)
-        r = _vector(c_ptr, mult, D, x.shape[1], layout)
-        if zero >= 0:
-            c = rounder - _vector(c_ptr, zero, D, x.shape[1], layout)
-        else:
-            c = gl.full([x.shape[1]], rounder, gl.float32, layout=layout)
-        if half:
-            r = r.to(gl.float16)[None, :]
-            c = c.to(gl.float16)[None, :]
-            return gl.inline_asm_elementwise(
-                _QUANTIZE_HALF, "=r,r,r,r,r,r,r", [x, r, c], dtype=gl.int8, is_pure=False, pack=4
-            )
-        else:
-            x = x.to(gl.float32)
-            none = gl.zeros_like(x)
-            y = gl.fma(x, r[None, :] + none, c[None, :] + none)
-            y = gl.minimum(gl.maximum(y, 12582785.0), 12583039.0)
-            return y.to(gl.int32, bitcast=True).to(gl.int8)
+        return _rounded(x, factors[0], factors[1]).to(gl.int8)
+
+
+@gluon.jit
+def _quantize_words(x, factors):
+    """A tile of V [keys, DP], quantized: words of four neighbouring keys, int32 [keys / 4, DP]."""
+    layout: gl.constexpr = _quads(x.shape[0], x.shape[1], gl.num_warps(), True)
+    channels: gl.constexpr = gl.SliceLayout(0, layout)
+    if x.dtype != gl.int8:  # whatever the tile's width, a thread has the same channels
+        r = gl.convert_layout(factors[0], channels, assert_trivial=True)
+        c = gl.convert_layout(factors[1], channels, assert_trivial=True)
+    even, odd = gl.split(gl.permute(gl.reshape(x, [x.shape[0] // 4, 2, 2, x.shape[1]]), (0, 3, 1, 2)))
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    x0 = gl.convert_layout(x0, layout, assert_trivial=True)
+    x1 = gl.convert_layout(x1, layout, assert_trivial=True)
+    x2 = gl.convert_layout(x2, layout, assert_trivial=True)
+    x3 = gl.convert_layout(x3, layout, assert_trivial=True)
+    if x.dtype == gl.int8:
+        return gl.inline_asm_elementwise(
+            _WORDS_INT8, "=r,=r,=r,=r,r,r,r,r", [x0, x1, x2, x3], dtype=gl.int32, is_pure=True, pack=4
+        )
+    elif r.dtype == gl.float16:
+        return gl.inline_asm_elementwise(
+            _WORDS_HALF, "=r,=r,r,r,r,r,r,r", [x0, x1, x2, x3, r[None, :], c[None, :]], dtype=gl.int32, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    else:
+        rounded = [_rounded(x0, r, c), _rounded(x1, r, c), _rounded(x2, r, c), _rounded(x3, r, c)]
+        return gl.inline_asm_elementwise(_WORDS, "=r,r,r,r,r", rounded, dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -155,23 +226,24 @@ def _load(ptr, stride_n, start, N, W: gl.constexpr, D: gl.constexpr, DP: gl.cons
 
 
 @gluon.jit
-def _store_keys(k, c_ptr, D: gl.constexpr, HALF: gl.constexpr):
+def _keys(k, factors):
+    """A tile of K as it lies in shared memory: row 8i + 2t + e of 16 holds key 4t + 2i + e."""
     W: gl.constexpr = k.shape[0]
     DP: gl.constexpr = k.shape[1]
-    k = _quantize(k, c_ptr, 1, 2, D, HALF)
-    # Row 8i + 2t + e of 16 holds key 4t + 2i + e.
-    k = gl.reshape(gl.permute(gl.reshape(k, [W // 16, 4, 2, 2, DP]), (0, 2, 1, 3, 4)), [W, DP])
-    return gl.allocate_shared_memory(gl.int8, [W, DP], _swizzled(DP), k)
+    k = _quantize(k, factors)
+    return gl.reshape(gl.permute(gl.reshape(k, [W // 16, 4, 2, 2, DP]), (0, 2, 1, 3, 4)), [W, DP])
 
 
 @gluon.jit
-def _store_values(v, c_ptr, D: gl.constexpr, HALF: gl.constexpr):
+def _values(v, factors):
+    """A tile of V^T as it lies in shared memory, int32 [DP, keys / 4].
+
+    Row 8n + 2t + e holds channel (DP / 4) t + 2n + e.
+    """
     W: gl.constexpr = v.shape[0]
     DP: gl.constexpr = v.shape[1]
-    v = gl.convert_layout(_quantize(v, c_ptr, 3, -1, D, HALF), _quads(W, DP, True))
-    # Row 8n + 2t + e holds channel (DP / 4) t + 2n + e.
-    vt = gl.reshape(gl.permute(gl.reshape(v, [W, 4, DP // 8, 2]), (2, 1, 3, 0)), [DP, W])
-    return gl.allocate_shared_memory(gl.int8, [DP, W], _swizzled(W), vt)
+    v = gl.reshape(_quantize_words(v, factors), [W // 4, 4, DP // 8, 2])
+    return gl.reshape(gl.permute(v, (2, 1, 3, 0)), [DP, W // 4])
 
 
 @gluon.jit
@@ -180,8 +252,8 @@ def _sum_values(vts, DP: gl.constexpr, N: gl.constexpr):
 
     It stays there because the registers are needed.
     """
-    ones = gl.full([BLOCK_M, 32], 1, gl.int8, layout=_operand(DP))
-    sums = gl.zeros([BLOCK_M, DP], gl.int32, layout=_mma(DP))
+    ones = gl.full([BLOCK_M, 32], 1, gl.int8, layout=_operand(BLOCK_M, DP))
+    sums = gl.zeros([BLOCK_M, DP], gl.int32, layout=_mma(BLOCK_M, DP))
     for i in gl.static_range(_count(N)):
         for j in gl.static_range(_widths(N)[i] // 32):
             sums = warpgroup_mma(ones, vts[i].slice(j * 32, 32, 1).permute((1, 0)), sums, is_async=True)
@@ -196,8 +268,9 @@ def _sum_values(vts, DP: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def _start_scores(q, k):
+    M: gl.constexpr = q.shape[0]
     W: gl.constexpr = k.shape[0]
-    zeros = gl.zeros([BLOCK_M, W], gl.int32, layout=_mma(W))
+    zeros = gl.zeros([M, W], gl.int32, layout=_mma(M, W))
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -211,8 +284,8 @@ def _mask(s, masked, N, START: gl.constexpr):
 
 @gluon.jit
 def _partial_max(s):
-    """Maxima [64, 8] of the scores that each thread holds."""
-    return gl.max(gl.reshape(s, [BLOCK_M, s.shape[1] // 8, 8]), 1)
+    """Maxima [rows, 8] of the scores that each thread holds."""
+    return gl.max(gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit
@@ -248,7 +321,7 @@ def _distance_base(top, units):
 
 @gluon.jit
 def _sum_rows(p, sums, ones):
-    p = gl.convert_layout(p, _operand(8), assert_trivial=True)
+    p = gl.convert_layout(p, _operand(p.shape[0], 8), assert_trivial=True)
     return warpgroup_mma(p, ones.slice(0, p.shape[1], 1).permute((1, 0)), sums, is_async=True)
 
 
@@ -267,14 +340,15 @@ def _reciprocal(row_sum, BITS: gl.constexpr, PEAK: gl.constexpr):
 
 @gluon.jit
 def _inverse(sums, low_sums, N: gl.constexpr, HIGH: gl.constexpr):
-    """Reciprocals [64, 4] of the weights' sums, from their complements' sums [64, 8], the same in every column.
+    """Reciprocals [rows, 4] of the weights' sums, from their complements' sums [rows, 8], the same in every column.
 
     Each thread takes the columns that it holds, so that no thread asks another.
     """
+    M: gl.constexpr = sums.shape[0]
     KEYS: gl.constexpr = _start(N, _count(N))
-    row_sum, _ = gl.split(gl.reshape(127 * KEYS - sums, [BLOCK_M, 4, 2]))
+    row_sum, _ = gl.split(gl.reshape(127 * KEYS - sums, [M, 4, 2]))
     if HIGH:
-        low_sum, _ = gl.split(gl.reshape(KEYS + low_sums, [BLOCK_M, 4, 2]))
+        low_sum, _ = gl.split(gl.reshape(KEYS + low_sums, [M, 4, 2]))
         return _reciprocal((row_sum << 8) - low_sum, 44, 65192)
     else:
         return _reciprocal(row_sum, 36, 255)
@@ -282,14 +356,15 @@ def _inverse(sums, low_sums, N: gl.constexpr, HIGH: gl.constexpr):
 
 @gluon.jit
 def _spread(inverse, like):
-    """What [64, 4] holds for a row, over the row's channels: column 8n + 2t + e takes column t."""
+    """What [rows, 4] holds for a row, over the row's channels: column 8n + 2t + e takes column t."""
+    M: gl.constexpr = like.shape[0]
     DP: gl.constexpr = like.shape[1]
-    split = gl.reshape(like, [BLOCK_M, DP // 8, 4, 2])
+    split = gl.reshape(like, [M, DP // 8, 4, 2])
     layout: gl.constexpr = split.type.layout
     inner: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
     wide = gl.expand_dims(gl.expand_dims(gl.convert_layout(inverse, inner, assert_trivial=True), 1), 3)
-    wide = wide + gl.zeros([BLOCK_M, DP // 8, 4, 2], inverse.dtype, layout=layout)
-    return gl.convert_layout(gl.reshape(wide, [BLOCK_M, DP]), like.type.layout, assert_trivial=True)
+    wide = wide + gl.zeros([M, DP // 8, 4, 2], inverse.dtype, layout=layout)
+    return gl.convert_layout(gl.reshape(wide, [M, DP]), like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -300,9 +375,10 @@ def _multiply_high(a, b):
 @gluon.jit
 def _in_order(x):
     """Channels back in their order: a thread's are neighbours now."""
+    M: gl.constexpr = x.shape[0]
     DP: gl.constexpr = x.shape[1]
-    x = gl.reshape(gl.permute(gl.reshape(x, [BLOCK_M, DP // 8, 4, 2]), (0, 2, 1, 3)), [BLOCK_M, DP])
-    return gl.convert_layout(x, _out(DP), assert_trivial=True)
+    x = gl.reshape(gl.permute(gl.reshape(x, [M, DP // 8, 4, 2]), (0, 2, 1, 3)), [M, DP])
+    return gl.convert_layout(x, _out(M, DP), assert_trivial=True)
 
 
 @gluon.constexpr_function
@@ -315,11 +391,11 @@ def _columns_layout(columns):
 
 @gluon.jit
 def _normalise(acc, low, inverse, columns, c_ptr, out_up, D: gl.constexpr, HIGH: gl.constexpr, OUT: gl.constexpr):
-    """numerics.normalise. inverse: one for each row, [64, 4] (:func:`_inverse`)."""
+    """numerics.normalise. inverse: [rows, 4] (:func:`_inverse`); columns broadcasts to acc."""
     acc = columns * 127 - acc
     if HIGH:
         acc = (acc << 2) + ((0 - columns - low + 32) >> 6)
-    layout: gl.constexpr = gl.SliceLayout(0, _out(acc.shape[1]))
+    layout: gl.constexpr = gl.SliceLayout(0, _out(acc.shape[0], acc.shape[1]))
     if OUT == gl.int8:
         o_d = gl.arange(0, acc.shape[1], layout=layout)
         ratio = gl.load(c_ptr + 5 * D + o_d, mask=o_d < D, other=0)
@@ -341,8 +417,8 @@ def _attend(
     """A block of 64 queries, from int8 in shared memory to the output."""
     COUNT: gl.constexpr = _count(N)
     DP: gl.constexpr = q.shape[1]
-    MMA: gl.constexpr = _mma(DP)
-    OPERAND: gl.constexpr = _operand(DP)
+    MMA: gl.constexpr = _mma(BLOCK_M, DP)
+    OPERAND: gl.constexpr = _operand(BLOCK_M, DP)
     mult, exp_bits, masked = units
     scores = ()
     for i in gl.static_range(COUNT):
@@ -360,7 +436,7 @@ def _attend(
     top = gl.convert_layout(gl.max(best, 1), gl.SliceLayout(1, OPERAND), assert_trivial=True)
     base = _distance_base(top, units)
     acc = gl.zeros([BLOCK_M, DP], gl.int32, layout=MMA)
-    sums = gl.zeros([BLOCK_M, 8], gl.int32, layout=_mma(8))
+    sums = gl.zeros([BLOCK_M, 8], gl.int32, layout=_mma(BLOCK_M, 8))
     low = acc
     low_sums = sums
     for i in gl.static_range(COUNT):
@@ -384,12 +460,8 @@ def _attend(
     both = gl.reshape(gl.permute(gl.join(half, half), (0, 3, 1, 2)), [BLOCK_M, DP])
     both = gl.convert_layout(both, MMA, assert_trivial=True)
     out = _normalise(acc, low, inverse, both, c_ptr, OUT_UP, D, HIGH, out_ptr.dtype.element_ty)
-    o_n = start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, _out(DP)))
-    o_d = gl.arange(0, DP, layout=gl.SliceLayout(0, _out(DP)))
-    mask = (o_n < N)[:, None]
-    if D < DP:
-        mask = mask & (o_d < D)[None, :]
-    gl.store(out_ptr + o_n[:, None] * (H * D) + o_d[None, :], out, mask=mask)
+    rows, mask = _pointers(out_ptr, H * D, start, N, BLOCK_M, D, DP, _out(BLOCK_M, DP))
+    gl.store(rows, out, mask=mask)
 
 
 @gluon.jit
@@ -407,56 +479,56 @@ def _prefetch(ptr, stride_n, N: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _wait_for_turn(program, processors, STAGGER: gl.constexpr):
-    """Programs that start together would all load and then all compute: let the first ones of a processor spread."""
-    if program < 3 * processors:
-        turn = (program >= processors).to(gl.int32) + (program >= 2 * processors).to(gl.int32)
-        gl.inline_asm_elementwise(
-            "nanosleep.u32 $1; mov.b32 $0, 0;", "=r,r", [turn * STAGGER], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
 def hopper_kernel(
     q_ptr, k_ptr, v_ptr, constants_ptr, out_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    B, H, ahead, processors,
+    B, H, ahead,
     N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, STEP: gl.constexpr, HIGH: gl.constexpr,
-    OUT_UP: gl.constexpr, HALF: gl.constexpr, STAGGER: gl.constexpr,
+    OUT_UP: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """q, k, v (B, H, N, D) float or int8, channels side by side -> out (B, N, H, D).
 
-    Program (i, h, b) takes blocks of queries i, i + STEP, ... and prefetches for the one ``ahead`` images on. The
-    second and third program of each of the ``processors`` start STAGGER nanoseconds after one another.
+    Program (i, h, b) takes blocks of queries i, i + STEP, ... and prefetches for the one ``ahead`` images on.
     """
     IN: gl.constexpr = q_ptr.dtype.element_ty
     BLOCKS: gl.constexpr = ((N + BLOCK_M - 1) // BLOCK_M + STEP - 1) // STEP
-    ROWS: gl.constexpr = _rows(DP, 16 if IN == gl.int8 else 8)
+    ROWS: gl.constexpr = _rows(DP, 16 if IN == gl.int8 else 8, gl.num_warps())
     part = gl.program_id(0)
     i_h = gl.program_id(1)
     b = gl.program_id(2).to(gl.int64)
     h = i_h.to(gl.int64)
-    if STAGGER > 0:
-        _wait_for_turn((gl.program_id(2) * H + i_h) * STEP + part, processors, STAGGER)
     c_ptr = constants_ptr + i_h * (6 * D + 8)
     q_ptr += h * stride_qh
     k_ptr += h * stride_kh
     v_ptr += h * stride_vh
     out_ptr += b * (N * H * D) + i_h * D
 
+    q_factors = _factors(c_ptr, 0, -1, D, DP, IN, HALF, ROWS)
+    k_factors = _factors(c_ptr, 1, 2, D, DP, IN, HALF, ROWS)
+    v_factors = _factors(c_ptr, 3, -1, D, DP, IN, HALF, _quads(_widths(N)[0], DP, gl.num_warps(), True))
     ks = ()
     vts = ()
     for i in gl.static_range(_count(N)):
         k = _load(k_ptr + b * stride_kb, stride_kn, _start(N, i), N, _widths(N)[i], D, DP, ROWS)
         v = _load(
-            v_ptr + b * stride_vb, stride_vn, _start(N, i), N, _widths(N)[i], D, DP, _quads(_widths(N)[i], DP, False)
+            v_ptr + b * stride_vb,
+            stride_vn,
+            _start(N, i),
+            N,
+            _widths(N)[i],
+            D,
+            DP,
+            _quads(_widths(N)[i], DP, gl.num_warps()),
         )
-        ks = ks + (_store_keys(k, c_ptr, D, HALF),)
-        vts = vts + (_store_values(v, c_ptr, D, HALF),)
+        k = _keys(k, k_factors)
+        ks = ks + (gl.allocate_shared_memory(gl.int8, k.shape, _swizzled(DP), k),)
+        vt = _values(v, v_factors)
+        vt = gl.allocate_shared_memory(gl.int32, vt.shape, _swizzled(_widths(N)[i], 32), vt)
+        vts = vts + (vt._reinterpret(gl.int8, [DP, _widths(N)[i]], _swizzled(_widths(N)[i])),)
     qs = gl.allocate_shared_memory(gl.int8, [BLOCKS, BLOCK_M, DP], _swizzled(DP))
     for i in gl.static_range(BLOCKS):
         q = _load(q_ptr + b * stride_qb, stride_qn, (part + i * STEP) * BLOCK_M, N, BLOCK_M, D, DP, ROWS)
-        qs.index(i).store(_quantize(q, c_ptr, 0, -1, D, HALF))
+        qs.index(i).store(_quantize(q, q_factors))
     later = b + ahead
     if later < B:
         _prefetch(q_ptr + later * stride_qb, stride_qn, N, D)

@@ -22,19 +22,20 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;")
 _LABEL = re.compile(r"\s*(\.L\w+):")
 _OPCODE = re.compile(r"(?:@!?U?P[T\d]+\s+)?(([A-Z][A-Z0-9_]*)(?:\.\w+)?)")  # a predicate, opcode and first modifier
 _BRANCH = re.compile(r"\bBRA\b[^`]*`\((\.L\w+)\)")
+_PRODUCT = re.compile(r"(?:@\S+\s+)?[IH]G?MMA\b")
 _FLOAT = re.compile(r"^(F|H|D|MUFU|I2F|UF|UI2F)")
 _INTEGER = {"FLO", "UFLO", "FENCE", "DEPBAR"}  # find leading one, and two barriers: no arithmetic
 # The assembler's way to load an immediate on the other pipe: zero times zero plus the bits of a constant.
 _IMMEDIATE = re.compile(r"HFMA2(?:\.MMA)? R\d+, -RZ, RZ, [-+.0-9a-zA-Z]+, [-+.0-9a-zA-Z]+")
 
 
-def read_sass(sass: str) -> tuple[list[str], range]:
-    """The instructions of a disassembly, and the positions of the largest loop's; of all where there is no loop.
+def read_sass(sass: str) -> tuple[list[str], list[range]]:
+    """The instructions of a disassembly, and the positions of its loops, the largest first.
 
     A loop is what a branch back to a label spans. Blocks that the assembler moves behind the last EXIT branch back as
     well, to where they came from: a span with an unconditional EXIT in it is no loop.
     """
-    instructions, labels, loop = [], {}, range(0)
+    instructions, labels, loops = [], {}, []
     for line in sass.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(instructions)
@@ -44,9 +45,9 @@ def read_sass(sass: str) -> tuple[list[str], range]:
         target = _BRANCH.search(instruction)
         span = range(labels.get(target[1], i), i + 1) if target else range(0)
         # One instruction is no loop either: a branch to itself ends every kernel.
-        if len(span) > max(len(loop), 1) and "EXIT" not in instructions[span.start : span.stop]:
-            loop = span
-    return instructions, loop or range(len(instructions))
+        if len(span) > 1 and "EXIT" not in instructions[span.start : span.stop]:
+            loops.append(span)
+    return instructions, sorted(loops, key=len, reverse=True)
 
 
 def count_opcodes(instructions: list[str], modifiers: bool = True) -> collections.Counter:
@@ -72,19 +73,27 @@ class Compiled:
     @property
     def main_loop(self) -> list[str]:
         """Instructions of the largest loop; all of the kernel's where it has none."""
-        instructions, loop = read_sass(self.sass)
-        return instructions[loop.start : loop.stop]
+        instructions, loops = read_sass(self.sass)
+        return instructions[loops[0].start : loops[0].stop] if loops else instructions
 
     @property
     def outside(self) -> list[str]:
         """Instructions before and after the main loop."""
-        instructions, loop = read_sass(self.sass)
-        return instructions[: loop.start] + instructions[loop.stop :]
+        instructions, loops = read_sass(self.sass)
+        return instructions[: loops[0].start] + instructions[loops[0].stop :] if loops else []
+
+    @property
+    def turns(self) -> list[str]:
+        """Instructions of the loops over keys: those with products inside the main loop, or the main loop."""
+        instructions, loops = read_sass(self.sass)
+        within = lambda x: loops[0].start <= x.start and x.stop <= loops[0].stop  # noqa: E731
+        inner = [instructions[x.start : x.stop] for x in loops[1:] if within(x)]
+        return [x for loop in inner if any(map(_PRODUCT.match, loop)) for x in loop] or self.main_loop
 
     @property
     def per_score(self) -> float | None:
-        """Instructions of the main loop for each score that a thread makes in it."""
-        return len(self.main_loop) / self.scores if self.scores else None
+        """Instructions of the loops over keys for each score that a thread makes there."""
+        return len(self.turns) / self.scores if self.scores else None
 
     @property
     def opcodes(self) -> collections.Counter:
@@ -110,7 +119,9 @@ def _source_of(kernel) -> type:
     return GluonASTSource
 
 
-def compile_kernel(kernel, capability: int, constexprs: dict, types: dict, *, num_warps=4, num_stages=2) -> Compiled:
+def compile_kernel(
+    kernel, capability: int, constexprs: dict, types: dict, *, num_warps=4, num_stages=2, **limits: int
+) -> Compiled:
     """Compile a Triton kernel for sm_<capability> and disassemble it.
 
     Args:
@@ -119,6 +130,7 @@ def compile_kernel(kernel, capability: int, constexprs: dict, types: dict, *, nu
         constexprs: Values of its constexpr parameters by name.
         types: Triton types of the others by name; pointers are int8 and scalars int32 where not named.
         num_warps, num_stages: Launch configuration.
+        limits: "maxnreg", where the launch limits the registers.
     """
     names = kernel.arg_names
     kinds = {n: types.get(n, "*i8" if n.endswith("_ptr") else "i32") for n in names}
@@ -131,7 +143,7 @@ def compile_kernel(kernel, capability: int, constexprs: dict, types: dict, *, nu
         constexprs={(names.index(n),): v for n, v in constexprs.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in constexprs},
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False} | limits
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(built.asm["cubin"])
@@ -161,15 +173,15 @@ def compile_attention(
 
     Args:
         capability: As for :func:`compile_kernel`.
-        kind: "fused" or "hopper" (one launch; "hopper" has no bias and is for 90 alone), or "attend" (the second of
-            two, on packed operands).
+        kind: "fused", "hopper" or "hopper_long" (one launch; the latter have no bias and are for 90 alone), or "attend"
+            (the second of two, on packed operands).
         tokens, head_dim: Sequence length and head dimension.
         high, bias: Precision, and whether there is a bias.
         operand, out: Pointer types of q, k, v (in one launch) and of the result.
         block_m, num_warps, num_stages: Launch configuration; by default that of ``launch.py``.
     """
     one_launch = kind != "attend"
-    num_warps = num_warps or (2 if kind == "fused" and tokens <= launch.TILE else 4)
+    num_warps = num_warps or (2 if kind == "fused" and tokens <= launch.TILE else 8 if kind == "hopper_long" else 4)
     num_stages = num_stages or (1 if one_launch else 3)
     tiles, tail = launch.tiles(tokens)
     constexprs = {"D": head_dim, "DP": launch.padded_dim(head_dim), "TAIL": tail, "BIAS": bias, "HIGH": high}
@@ -186,9 +198,21 @@ def compile_attention(
         from qvit.kernels import hopper  # needs a newer Triton than the rest
 
         kernel = hopper.hopper_kernel
-        constexprs = {n: constexprs[n] for n in ("D", "DP", "HIGH", "N", "STEP", "OUT_UP", "HALF")} | {"STAGGER": 0}
-    compiled = compile_kernel(kernel, capability, constexprs, types, num_warps=num_warps, num_stages=num_stages)
-    keys = tiles * launch.TILE + tail if one_launch else launch.TILE  # with those that fill up the last tile
+        constexprs = {n: constexprs[n] for n in ("D", "DP", "HIGH", "N", "STEP", "OUT_UP", "HALF")}
+    limits = {}
+    if kind == "hopper_long":
+        from qvit.kernels import hopper_long
+
+        kernel = hopper_long.hopper_long_kernel
+        limits = launch.long_options(high)
+        constexprs = {n: constexprs[n] for n in ("D", "HIGH", "N", "STEP", "OUT_UP", "HALF")}
+        constexprs["WIDTH"] = limits.pop("WIDTH")
+        block_m = 16 * num_warps
+    compiled = compile_kernel(
+        kernel, capability, constexprs, types, num_warps=num_warps, num_stages=num_stages, **limits
+    )
+    # With those that fill up the last tile where tiles are unrolled; else of one turn.
+    keys = {"attend": launch.TILE, "hopper_long": 2 * launch.TILE}.get(kind, tiles * launch.TILE + tail)
     return dataclasses.replace(compiled, scores=block_m * keys / (32 * num_warps))
 
 

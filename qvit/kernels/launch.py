@@ -16,9 +16,11 @@ from qvit.kernels import attend, fused, numerics, pack, paper, window
 GRID_Z = 65535  # largest third dimension of a grid
 TILE = 64  # keys of a tile
 FUSED_TOKENS = 320  # longest sequence whose scores stay in registers
+LONG_TOKENS = 1792  # longest whose int8 K and V stay in a Hopper multiprocessor's shared memory
 HOPPER = (9, 0)
 HOPPER_TRITON = (3, 6)  # the first Triton whose Gluon says what the Hopper kernel needs
 HOPPER_PROGRAMS = 3  # of the Hopper kernel, on a multiprocessor at a time
+HOPPER_SHARED = 227 << 10  # bytes of shared memory that a Hopper multiprocessor gives its programs
 TABLE = pathlib.Path(__file__).with_name("launch_table.json")
 
 
@@ -75,8 +77,7 @@ def attention(
         half: The constants are exact in float16.
     """
     chunk = _chunk(q.shape[0], bias)
-    kernels = {"hopper": hopper_attention, "fused": fused_attention, "packed": packed_attention}
-    launch = kernels[kind_of_kernel(q, k, v, bias)]
+    launch = KERNELS[kind_of_kernel(q, k, v, bias)]
     with _device_guard(q):
         if chunk == q.shape[0]:  # as ever; four views would take longer than the kernel
             launch(q, k, v, constants, bias, out, high=high, out_up=out_up, half=half)
@@ -87,7 +88,7 @@ def attention(
 
 
 def kind_of_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> str:
-    """Which kernel serves the operands: "hopper" or "fused" (one launch), or "packed" (two). All give the same bits."""
+    """Which kernel serves the operands, a key of ``KERNELS``: one launch, or "packed", two. All give the same bits."""
     row = 0 if bias is None else bias.stride(-2)
     strides = (q.stride()[2:], k.stride()[2:], v.stride()[2:])
     return _kind(q.shape[1:], strides, row, bias is None, q.is_cuda, q.device.index)
@@ -99,10 +100,10 @@ def _kind(size, strides, bias_row: int, plain: bool, cuda: bool, index: int | No
     # Offsets inside a head and an image's output are 32-bit in one launch; of two launches they are not.
     reach = max(tokens * row + head_dim * channel for row, channel in strides)
     reach = max(reach, tokens * heads * head_dim, tokens * bias_row)
+    plain = plain and reach < 2**31 and all(channel == 1 for _, channel in strides) and cuda and _is_hopper(index)
     if tokens > FUSED_TOKENS or reach >= 2**31:
-        return "packed"
-    wide = tokens > TILE and head_dim <= TILE and plain and all(channel == 1 for _, channel in strides)
-    return "hopper" if wide and cuda and _is_hopper(index) else "fused"
+        return "hopper_long" if plain and tokens <= LONG_TOKENS and padded_dim(head_dim) == TILE else "packed"
+    return "hopper" if plain and tokens > TILE and head_dim <= TILE else "fused"
 
 
 @functools.cache
@@ -167,25 +168,50 @@ def configuration(kind: str, capability: tuple[int, int], head_dim: int, tokens:
     return {}
 
 
-def hopper_attention(
-    q, k, v, constants, bias, out, *, high, out_up, half, step=None, stagger=None, num_warps=4
-) -> None:
+def hopper_attention(q, k, v, constants, bias, out, *, high, out_up, half, step=None, num_warps=4) -> None:
     """One launch on sm_90; ``step`` programs share a head's blocks of queries. See :func:`attention`."""
     from qvit.kernels import hopper
 
     batch, heads, tokens, head_dim = q.shape
-    processors = _processors(q.device.index)
     config = configuration("hopper", HOPPER, padded_dim(head_dim), tokens, batch * heads)
-    places = HOPPER_PROGRAMS * processors
+    places = HOPPER_PROGRAMS * _processors(q.device.index)
     blocks = cdiv(tokens, 64)
     step = min(blocks, step or config.get("step") or programs_per_head(batch * heads, blocks, places))
-    stagger = config.get("stagger", 0) if stagger is None else stagger
     hopper.hopper_kernel[(step, heads, batch)](
         q, k, v, constants, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        batch, heads, max(1, places // (heads * step)), processors,
-        N=tokens, D=head_dim, DP=padded_dim(head_dim), STEP=step, HIGH=high, OUT_UP=out_up, HALF=half, STAGGER=stagger,
+        batch, heads, max(1, places // (heads * step)),
+        N=tokens, D=head_dim, DP=padded_dim(head_dim), STEP=step, HIGH=high, OUT_UP=out_up, HALF=half,
         num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def hopper_long_attention(q, k, v, constants, bias, out, *, high, out_up, half, step=None, num_warps=None) -> None:
+    """One launch on sm_90 for longer sequences; ``step`` programs share a head's blocks. See :func:`attention`."""
+    from qvit.kernels import hopper_long
+
+    batch, heads, tokens, head_dim = q.shape
+    rule = long_configuration(batch * heads, tokens, _processors(q.device.index))
+    num_warps = num_warps or rule["num_warps"]
+    step = min(step or rule["step"], cdiv(tokens, 16 * num_warps))
+    hopper_long.hopper_long_kernel[(step, heads, batch)](
+        q, k, v, constants, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads, tokens // 128,
+        cdiv(tokens, 128), N=tokens, D=head_dim, STEP=step, HIGH=high, OUT_UP=out_up, HALF=half,
+        num_warps=num_warps, enable_fp_fusion=False, **long_options(high),
+    )  # fmt: skip
+
+
+def long_options(high: bool) -> dict:
+    """Keys of a turn and, in standard precision, the limit that lets a multiprocessor hold two programs' registers."""
+    return {"WIDTH": 32} if high else {"WIDTH": 64, "maxnreg": 128}
+
+
+@functools.cache
+def long_configuration(heads: int, tokens: int, processors: int) -> dict:
+    """Warps of a program (16 queries each) and programs of a head: one query block each where that fills no GPU."""
+    if heads * cdiv(tokens, 64) <= processors * 5 // 4:
+        return {"num_warps": 4, "step": cdiv(tokens, 64)}
+    resident = min(2, HOPPER_SHARED // (cdiv(tokens, 128) * (16 << 10) + (4 << 10)))  # K, V and what is beside them
+    return {"num_warps": 8, "step": programs_per_head(heads, cdiv(tokens, 128), resident * processors)}
 
 
 def fused_attention(
@@ -231,6 +257,14 @@ def packed_attention(
         TAIL=tail, BIAS=bias is not None, HIGH=high, INT8_OUT=out.dtype == torch.int8, BLOCK_M=block_m,
         num_warps=num_warps, num_stages=num_stages, **common,
     )  # fmt: skip
+
+
+KERNELS = {
+    "hopper": hopper_attention,
+    "hopper_long": hopper_long_attention,
+    "fused": fused_attention,
+    "packed": packed_attention,
+}
 
 
 def window_attention(
