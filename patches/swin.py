@@ -84,14 +84,14 @@ class QuantizedWindowAttention(QuantizedModule, WindowAttention):
             has_pads: A window reaches beyond the image.
         """
         self.require_inference(x)
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).flatten(1, 2)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).flatten(1, 2).unbind(2)
         pad = None
         if has_pads:  # where there is no image, the projection's bias is all that is left
-            zeros = qkv.new_zeros(qkv.shape[2:])
-            pad = zeros if self.qkv.bias is None else self.qkv.bias.to(qkv.dtype).view_as(zeros)
+            zeros = q.new_zeros(3, *q.shape[2:])
+            pad = zeros if self.qkv.bias is None else self.qkv.bias.to(q.dtype).view_as(zeros)
         settings = self.qvit_settings
         out = torch.ops.qvit.window_attention(
-            qkv, pad, self.qvit_constants, self.qvit_image_bias, rows, pattern, settings.precision, qkv.dtype,
+            q, k, v, pad, self.qvit_constants, self.qvit_image_bias, rows, pattern, settings.precision, q.dtype,
             settings.backend, settings.half_exact,
         )  # fmt: skip
         return out.reshape(*x.shape[:3], -1)
