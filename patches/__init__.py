@@ -1,4 +1,4 @@
-"""Host families: which attention classes are swapped, by exact type, and with what.
+"""Host families: which attention classes are swapped and which blocks folded, by exact type, and with what.
 
 Imported on the first quantize, load or report, for it loads timm.
 """
@@ -10,10 +10,15 @@ from torch import nn
 from qvit.patches.base import QuantizedModule
 from qvit.patches.swin import FoldedSwinTransformerBlock, QuantizedWindowAttention
 from qvit.patches.vit import QuantizedAttention
-
-FOLDED = FoldedSwinTransformerBlock  # the one host whose parent helps
+from qvit.patches.windows import FoldedBlock
 
 ADAPTERS: dict[type[nn.Module], type[QuantizedModule]] = {
-    QuantizedAttention.host: QuantizedAttention,
-    QuantizedWindowAttention.host: QuantizedWindowAttention,
+    adapter.host: adapter
+    for adapter in (
+        QuantizedAttention,
+        QuantizedWindowAttention,
+    )
 }
+
+# The hosts whose parent helps.
+FOLDED: dict[type[nn.Module], type[FoldedBlock]] = {folded.host: folded for folded in (FoldedSwinTransformerBlock,)}
