@@ -9,6 +9,8 @@ from torch import nn
 
 from qvit.patches.base import QuantizedModule
 from qvit.patches.swin import FoldedSwinTransformerBlock, QuantizedWindowAttention
+from qvit.patches.swin_v2 import FoldedSwinTransformerV2Block, QuantizedWindowAttentionV2
+from qvit.patches.swin_v2_cr import FoldedSwinTransformerV2CrBlock, QuantizedWindowMultiHeadAttention
 from qvit.patches.vit import QuantizedAttention
 from qvit.patches.windows import FoldedBlock
 
@@ -17,8 +19,13 @@ ADAPTERS: dict[type[nn.Module], type[QuantizedModule]] = {
     for adapter in (
         QuantizedAttention,
         QuantizedWindowAttention,
+        QuantizedWindowAttentionV2,
+        QuantizedWindowMultiHeadAttention,
     )
 }
 
 # The hosts whose parent helps.
-FOLDED: dict[type[nn.Module], type[FoldedBlock]] = {folded.host: folded for folded in (FoldedSwinTransformerBlock,)}
+FOLDED: dict[type[nn.Module], type[FoldedBlock]] = {
+    folded.host: folded
+    for folded in (FoldedSwinTransformerBlock, FoldedSwinTransformerV2Block, FoldedSwinTransformerV2CrBlock)
+}

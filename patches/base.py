@@ -69,6 +69,7 @@ class QuantizedModule:
     known_children: ClassVar[frozenset[str]]
     known_tensors: ClassVar[frozenset[str]] = frozenset()
     known_arguments: ClassVar[frozenset[str]]
+    granularity: ClassVar[str | None] = None  # of the scales; None: what the config says
     layout: str = ""  # how tokens come, where there is a choice; for the report
 
     @classmethod

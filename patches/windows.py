@@ -7,18 +7,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from qvit import ops
 from qvit.config import QuantConfig
 from qvit.errors import UnsupportedModuleError
-from qvit.patches.base import QuantizedModule
+from qvit.patches.base import QuantizedModule, same_dtype, split_heads
 from qvit.scales import Scales
 from qvit.windows import SHIFT_MASK, WindowPlan, plan_windows
+
+_MAX_LOGIT_SCALE = math.log(100)  # of Swin V2, arXiv 2111.09883, section 3.2: cosines are divided by no less than 0.01
 
 
 class QuantizedWindows(QuantizedModule):
@@ -156,6 +160,36 @@ class QuantizedWindows(QuantizedModule):
             held.copy_(bias)
         else:
             self.register_buffer(name, bias, persistent=False)
+
+
+class QuantizedCosineWindows(QuantizedWindows):
+    """Mixin of window attentions by cosine: queries and keys of length one, times a learned scale of each head.
+
+    The scale is the queries', so that the core's own is 1.
+    """
+
+    granularity = "head"  # the learned scales of heads are up to a hundred times apart
+
+    @classmethod
+    def scale_of(cls, module: nn.Module) -> float:
+        """1: cosine attention leaves no other factor to the scores."""
+        return 1.0
+
+    @staticmethod
+    def packed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The projection of x (B, N, C) as the host makes it, (B, N, 3 * H * D)."""
+        return module.qkv(x)
+
+    @classmethod
+    def project(cls, module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys (both normalised, the queries times their head's scale) and values of x, each (B, H, N, D).
+
+        In float32 whatever the module's type: in float16 the host's epsilon is zero, and a key of zeros is NaN.
+        """
+        qkv = split_heads(cls.packed(module, x), module.num_heads)
+        q, k = F.normalize(qkv[:2].float(), dim=-1)
+        logit_scale = module.logit_scale.float().clamp(max=_MAX_LOGIT_SCALE).exp()
+        return same_dtype(q * logit_scale.view(-1, 1, 1), k, qkv[2])
 
 
 class FoldedBlock:

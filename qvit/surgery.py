@@ -33,7 +33,7 @@ def quantize(
     Weights are never written, and names, hooks and `state_dict` keys stay. If anything fails, the model is unchanged.
 
     Args:
-        model: A model in eval mode with timm's `Attention`, or Swin's window attention.
+        model: A model in eval mode with timm's `Attention`, or the window attention of Swin, Swin V2 or V2-CR.
         calib_loader: Batches as `calibrate` takes them, or a `Calibration` made before.
         config: Default: the calibration's own config, or `QuantConfig()`.
         strict: Raise where anything that computes attention would stay float.
