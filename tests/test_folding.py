@@ -159,17 +159,29 @@ def test_features_only(family):
 @every_family
 def test_blocks_of_another_kind_keep_their_windows(family):
     x = images(create(family=family))
-    dynamic = create(family=family)
-    for block in hosts(dynamic):
-        block.dynamic_mask = True
+    dynamic = create(family=family, dynamic_img_size=True)
+    other = torch.randn(2, 3, 72, 64, device=DEVICE)
+    floats = dynamic(other)
     qvit.quantize(dynamic, [x])
     assert not blocks(dynamic) and {row.layout for row in qvit.report(dynamic).rows} == {"windows"}
+    assert 0 < (dynamic(other) - floats).norm() / floats.norm() < 0.1
     strange = create(family=family)
     hosts(strange)[1].attn_mask = hosts(strange)[1].attn_mask * 2  # not the mask that it knows
     qvit.quantize(strange, [x])
     assert [row.layout for row in qvit.report(strange).rows] == ["image", "windows", "image", "image"]
     faster = qvit.quantize(create(family=family), [x], qvit.QuantConfig(skip_slower=True))
     assert not blocks(faster)
+
+
+@torch.no_grad()
+@every_family
+def test_windows_too_large_for_the_operator_are_moved(family):
+    model = create(family=family, img_size=80, window_size=18)  # 324 tokens, and 100 in the second stage
+    x = images(model)
+    floats = model(x)
+    qvit.quantize(model, [x])
+    assert [row.layout for row in qvit.report(model).rows] == ["windows", "windows", "image", "image"]
+    assert 0 < (model(x) - floats).norm() / floats.norm() < 0.1
 
 
 @torch.no_grad()
