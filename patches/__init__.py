@@ -1,4 +1,4 @@
-"""Host families: which attention classes are swapped, by exact type, and with what.
+"""Host families: which attention classes are swapped and which blocks folded, by exact type, and with what.
 
 Imported on the first quantize, load or report, for it loads timm.
 """
@@ -9,11 +9,23 @@ from torch import nn
 
 from qvit.patches.base import QuantizedModule
 from qvit.patches.swin import FoldedSwinTransformerBlock, QuantizedWindowAttention
+from qvit.patches.swin_v2 import FoldedSwinTransformerV2Block, QuantizedWindowAttentionV2
+from qvit.patches.swin_v2_cr import FoldedSwinTransformerV2CrBlock, QuantizedWindowMultiHeadAttention
 from qvit.patches.vit import QuantizedAttention
-
-FOLDED = FoldedSwinTransformerBlock  # the one host whose parent helps
+from qvit.patches.windows import FoldedBlock
 
 ADAPTERS: dict[type[nn.Module], type[QuantizedModule]] = {
-    QuantizedAttention.host: QuantizedAttention,
-    QuantizedWindowAttention.host: QuantizedWindowAttention,
+    adapter.host: adapter
+    for adapter in (
+        QuantizedAttention,
+        QuantizedWindowAttention,
+        QuantizedWindowAttentionV2,
+        QuantizedWindowMultiHeadAttention,
+    )
+}
+
+# The hosts whose parent helps.
+FOLDED: dict[type[nn.Module], type[FoldedBlock]] = {
+    folded.host: folded
+    for folded in (FoldedSwinTransformerBlock, FoldedSwinTransformerV2Block, FoldedSwinTransformerV2CrBlock)
 }

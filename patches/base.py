@@ -69,6 +69,7 @@ class QuantizedModule:
     known_children: ClassVar[frozenset[str]]
     known_tensors: ClassVar[frozenset[str]] = frozenset()
     known_arguments: ClassVar[frozenset[str]]
+    granularity: ClassVar[str | None] = None  # of the scales; None: what the config says
     layout: str = ""  # how tokens come, where there is a choice; for the report
 
     @classmethod
@@ -120,9 +121,7 @@ class QuantizedModule:
     @staticmethod
     def project(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values as views (B, H, N, D) of the packed projection of x (B, N, C)."""
-        B, N, _ = x.shape
-        qkv = module.qkv(x).reshape(B, N, 3, module.num_heads, -1).permute(2, 0, 3, 1, 4)
-        return qkv.unbind(0)
+        return split_heads(module.qkv(x), module.num_heads).unbind(0)
 
     @classmethod
     def core_inputs(cls, module: nn.Module, x: torch.Tensor, *masks: Any, **named_masks: Any) -> CoreInputs:
@@ -284,6 +283,12 @@ def attention_mask(
         )
     attn_mask = attn_mask.reshape((1,) * (4 - len(shape)) + shape)
     return attn_mask.expand(-1, -1, N, N)
+
+
+def split_heads(qkv: torch.Tensor, heads: int) -> torch.Tensor:
+    """A packed projection (B, N, 3 * H * D) as a view (3, B, H, N, D)."""
+    B, N, _ = qkv.shape
+    return qkv.reshape(B, N, 3, heads, -1).permute(2, 0, 3, 1, 4)
 
 
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -268,7 +268,7 @@ def _find_clips(
     for site in targets:
         with _naming_layer(site.name):
             gains = channel_gains(ranges[site.name], **_vectors(config))
-        observers[site.name] = _HistogramObserver(ranges[site.name], gains, config.granularity)
+        observers[site.name] = _HistogramObserver(ranges[site.name], gains, _granularity(site, config))
     _run(model, tqdm(batches, desc="finding clips", unit="batch", leave=False), targets, observers)
     return {name: observer.clip(config.calibration) for name, observer in observers.items()}
 
@@ -278,10 +278,14 @@ def _build(site: Site, ranges: Ranges, clip: dict[str, torch.Tensor] | None, con
         return build_scales(
             ranges,
             softmax_scale=site.adapter.scale_of(site.module),
-            granularity=config.granularity,
+            granularity=_granularity(site, config),
             clip=clip,
             **_vectors(config),
         )
+
+
+def _granularity(site: Site, config: QuantConfig) -> str:
+    return site.adapter.granularity or config.granularity
 
 
 def _vectors(config: QuantConfig) -> dict[str, bool]:

@@ -70,7 +70,7 @@ class QuantConfig:
         arithmetic: "qvit" (the product), "paper" (close to QFlash's code, scales found on every batch) or
             "paper_text" (the published algorithm as printed; reference backend only).
         precision: "standard" (8 bits of the attention weights) or "high" (16 bits); used by "qvit" only.
-        granularity: one scale per "tensor" or per "head".
+        granularity: one scale per "tensor" or per "head"; attention by cosine (Swin V2) always has one per head.
         k_offset: subtract the middle of each of K's channels before quantizing (softmax does not see it).
         qk_balance: share the ranges of Q's and K's channels out between the two.
         v_channels: one scale per channel of V.

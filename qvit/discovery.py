@@ -232,9 +232,8 @@ def _nothing_to_swap(model: nn.Module, left: list[Site]) -> str:
         return f"no attention module of {kind} can be swapped: {_list(left)}"
     if isinstance(model, fx.GraphModule):
         return "a traced GraphModule has no attention modules left; quantize the model first, then trace it"
-    return (
-        f"{kind} has no attention module that qvit knows; supported: {', '.join(h.__name__ for h in ADAPTERS)} of timm"
-    )
+    supported = ", ".join(map(_qualified_name, ADAPTERS))
+    return f"{kind} has no attention module that qvit knows; supported: {supported}"
 
 
 def _list(sites: list[Site]) -> str:

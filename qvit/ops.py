@@ -69,8 +69,8 @@ _library.define(
     "str backend, bool half) -> Tensor"
 )
 _library.define(
-    "window_attention(Tensor qkv, Tensor? pad, Tensor constants, Tensor? bias, Tensor rows, Tensor pattern, "
-    "str precision, ScalarType out_dtype, str backend, bool half) -> Tensor"
+    "window_attention(Tensor q, Tensor k, Tensor v, Tensor? pad, Tensor constants, Tensor? bias, Tensor rows, "
+    "Tensor pattern, str precision, ScalarType out_dtype, str backend, bool half) -> Tensor"
 )
 _library.define(
     "attention_paper(Tensor q, Tensor k, Tensor v, Tensor constants, Tensor? bias, bool text, str backend) -> Tensor"
@@ -101,32 +101,31 @@ def _attention_fake(q, k, v, constants, bias, precision, out_dtype, backend, hal
     return q.new_empty(batch, tokens, heads, head_dim, dtype=out_dtype)
 
 
-def _window_attention(qkv, pad, constants, bias, rows, pattern, precision, out_dtype, backend, half):
-    batch, length, _, heads, head_dim = qkv.shape
+def _window_attention(q, k, v, pad, constants, bias, rows, pattern, precision, out_dtype, backend, half):
+    batch, length, heads, head_dim = q.shape
     tokens = rows.shape[1]
     if tokens > MAX_WINDOW:
         raise BackendError(f"windows have {tokens} tokens, the most is {MAX_WINDOW}")
-    if select_backend(qkv.device, backend) == "reference":
+    if select_backend(q.device, backend) == "reference":
         return reference.window_attention(
-            qkv, pad, constants, bias, rows, pattern, precision=precision, out_dtype=out_dtype
+            q, k, v, pad, constants, bias, rows, pattern, precision=precision, out_dtype=out_dtype
         )
     from qvit.kernels import launch
 
     if bias is not None:
         bias = (bias if bias.stride(-1) == 1 else bias.contiguous()).expand(-1, heads, -1, -1)
-    qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
-    out = torch.empty(batch, length, heads, head_dim, dtype=out_dtype, device=qkv.device)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out = torch.empty(batch, length, heads, head_dim, dtype=out_dtype, device=q.device)
     if out.numel():
         up = reference.out_shift(tokens, precision)
         launch.window_attention(
-            qkv, pad, constants, bias, rows, pattern, out, high=precision == "high", out_up=up, half=half
+            q, k, v, pad, constants, bias, rows, pattern, out, high=precision == "high", out_up=up, half=half
         )
     return out
 
 
-def _window_attention_fake(qkv, pad, constants, bias, rows, pattern, precision, out_dtype, backend, half):
-    batch, length, _, heads, head_dim = qkv.shape
-    return qkv.new_empty(batch, length, heads, head_dim, dtype=out_dtype)
+def _window_attention_fake(q, k, v, pad, constants, bias, rows, pattern, precision, out_dtype, backend, half):
+    return q.new_empty(q.shape, dtype=out_dtype)
 
 
 def _attention_paper(q, k, v, constants, bias, text, backend):
@@ -243,7 +242,7 @@ def attention(
 
 
 def window_attention(
-    qkv: torch.Tensor,
+    qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     scales: S.Scales,
     *,
     window: tuple[int, int],
@@ -261,18 +260,19 @@ def window_attention(
     The plan of the windows is copied to the device in every call; a quantized model holds its own, and can be captured.
 
     Args:
-        qkv: (B, height, width, 3, H, D), channels side by side, float16, bfloat16, float32, or int8 quantized with
-            ``scales``; D <= 128.
+        qkv: The packed projection, (B, height, width, 3, H, D); or a tuple of q, k and v, each (B, height, width, H,
+            D), where these no longer lie side by side, as after a normalisation. float16, bfloat16, float32, or int8
+            quantized with ``scales``; any strides, D <= 128.
         scales: :class:`qvit.Scales`.
         window: Height and width of a window, at most 320 tokens.
         shift: How far the image is rolled up and left before it is cut.
-        pad: (3, H, D), what a position outside the image holds: the bias of the qkv projection, of which such a
-            position is all that is left. None: zeros; int8 operands need it where a window reaches beyond the image,
-            for zero is not what a zero is quantized to.
+        pad: (3, H, D), the q, k and v of a position outside the image: what a zero input projects to, which is the
+            projection's bias, normalised where q and k are. None: zeros; int8 operands need it where a window reaches
+            beyond the image, for zero is not what a zero is quantized to.
         bias: Additive bias in natural-log units, broadcastable to (H, N, N).
         shift_mask: Added where two positions meet in a window only because of the shift; -inf keeps them apart whatever
             the scores.
-        out_dtype: int8, float16, bfloat16 or float32; default the type of qkv.
+        out_dtype: int8, float16, bfloat16 or float32; default the type of q.
         precision: "standard" or "high".
         backend: "auto", "triton" or "reference".
 
@@ -282,41 +282,53 @@ def window_attention(
     Raises:
         BackendError: Shapes, types, devices or sizes that do not go together.
     """
-    if qkv.ndim != 6 or qkv.shape[3] != 3:
-        raise BackendError(f"qkv must be (B, height, width, 3, H, D), found {tuple(qkv.shape)}")
-    batch, height, width, _, heads, head_dim = qkv.shape
-    flat = qkv.flatten(1, 2)
-    _check(*flat.permute(2, 0, 3, 1, 4).unbind(0), scales, out_dtype, precision)
-    if pad is not None and (pad.shape != qkv.shape[3:] or pad.dtype != qkv.dtype or pad.device != qkv.device):
+    q, k, v = _unpack(qkv)
+    _, height, width, heads, head_dim = q.shape
+    flat = [x.flatten(1, 2) for x in (q, k, v)]
+    _check(*(x.transpose(1, 2) for x in flat), scales, out_dtype, precision)
+    if pad is not None and (pad.shape != (3, heads, head_dim) or pad.dtype != q.dtype or pad.device != q.device):
         raise BackendError(
-            f"pad must be {tuple(qkv.shape[3:])} of {qkv.dtype} on {qkv.device}, "
+            f"pad must be {(3, heads, head_dim)} of {q.dtype} on {q.device}, "
             f"found {tuple(pad.shape)} of {pad.dtype} on {pad.device}"
         )
     try:
         plan = plan_windows(height, width, tuple(window), tuple(shift))
     except (TypeError, ValueError) as error:
         raise BackendError(f"window and shift must be two integers each: {error}") from error
-    rows, pattern, masks = plan.tensors(qkv.device)
+    rows, pattern, masks = plan.tensors(q.device)
     if pad is None and plan.has_pads:
-        if qkv.dtype == torch.int8:
+        if q.dtype == torch.int8:
             raise BackendError("int8 operands need pad, for a window reaches beyond the image: quantize qkv's bias")
-        pad = qkv.new_zeros(qkv.shape[3:])
-    constants = scales.constants(qkv.device)
+        pad = q.new_zeros(3, heads, head_dim)
+    constants = scales.constants(q.device)
     addend = None
     if bias is not None or plan.masks.any():
         addend = exponent_bias(pattern_bias(masks, bias, heads, shift_mask), constants)
     return torch.ops.qvit.window_attention(
-        flat,
+        *flat,
         pad.contiguous() if plan.has_pads else None,
         constants,
         addend,
         rows,
         pattern,
         precision,
-        out_dtype or qkv.dtype,
+        out_dtype or q.dtype,
         backend,
         scales.half_exact,
-    ).reshape(batch, height, width, heads * head_dim)
+    ).reshape(*q.shape[:3], heads * head_dim)
+
+
+def _unpack(qkv) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v (B, height, width, H, D) of either form."""
+    packed = isinstance(qkv, torch.Tensor)
+    if packed and qkv.ndim == 6 and qkv.shape[3] == 3:
+        return qkv.unbind(3)
+    if not packed and len(qkv) == 3 and qkv[0].ndim == 5 and all(x.shape == qkv[0].shape for x in qkv):
+        return tuple(qkv)
+    found = tuple(qkv.shape) if packed else " and ".join(str(tuple(x.shape)) for x in qkv)
+    raise BackendError(
+        f"qkv must be (B, height, width, 3, H, D), or q, k and v (B, height, width, H, D) each; found {found}"
+    )
 
 
 def pattern_bias(masks: torch.Tensor, bias: torch.Tensor | None, heads: int, shift_mask: float) -> torch.Tensor:

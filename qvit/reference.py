@@ -125,7 +125,9 @@ def attention(
 
 
 def window_attention(
-    qkv: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     pad: torch.Tensor | None,
     constants: torch.Tensor,
     bias: torch.Tensor | None,
@@ -138,8 +140,8 @@ def window_attention(
     """:func:`attention` in windows of an image; the definition is the copy that it makes of every window.
 
     Args:
-        qkv: (B, L, 3, H, D), float or int8, any strides.
-        pad: (3, H, D), what a position outside the image holds, or None: zeros.
+        q, k, v: (B, L, H, D), float or int8, any strides.
+        pad: (3, H, D), the q, k and v of a position outside the image, or None: zeros.
         constants: int32 (H, 6 * D + 8).
         bias: int32 (patterns, H or 1, N, N) in exponent units, or None.
         rows: int32 (windows, N): the image's position of each position of a window, -1 outside.
@@ -149,19 +151,23 @@ def window_attention(
     Returns:
         (B, L, H, D), contiguous.
     """
-    batch, length, _, heads, head_dim = qkv.shape
-    outside = rows < 0
+    batch, length, heads, head_dim = q.shape
     # One row more than the image has is what a position outside it reads, and where its result goes.
-    last = torch.zeros_like(qkv[:, :1]) if pad is None else pad.to(qkv.dtype).expand(batch, 1, -1, -1, -1)
-    index = torch.where(outside, length, rows).long()
-    cut = torch.cat([qkv, last], 1)[:, index]  # (B, windows, N, 3, H, D)
-    q, k, v = cut.flatten(0, 1).permute(2, 0, 3, 1, 4).unbind(0)
+    index = torch.where(rows < 0, length, rows).long()
+    pads = q.new_zeros(3, heads, head_dim) if pad is None else pad
+    q, k, v = (_cut(x, last, index) for x, last in zip((q, k, v), pads, strict=True))
     if bias is not None:
         bias = bias.expand(-1, heads, -1, -1)[pattern.long()]
     out = attention(q, k, v, constants, bias, precision=precision, out_dtype=out_dtype)
     image = torch.empty(batch, length + 1, heads, head_dim, dtype=out.dtype, device=out.device)
     image[:, index.flatten()] = out.reshape(batch, index.numel(), heads, head_dim)
     return image[:, :length].contiguous()
+
+
+def _cut(x: torch.Tensor, last: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of x (B, L, H, D), and after them the row ``last``, for index (windows, N): (B * windows, H, N, D)."""
+    rows = torch.cat([x, last.to(x.dtype).expand(len(x), 1, -1, -1)], 1)
+    return rows[:, index].flatten(0, 1).transpose(1, 2)
 
 
 def _operand(x: torch.Tensor, mult: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:

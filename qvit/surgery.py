@@ -15,6 +15,7 @@ from qvit.discovery import Site, plan_swap
 from qvit.errors import CalibrationError, ConfigError
 from qvit.patches import FOLDED
 from qvit.patches.base import QuantizedModule
+from qvit.patches.windows import FoldedBlock
 from qvit.scales import Scales
 
 _FIXED_BY_CALIBRATION = ("granularity", "k_offset", "qk_balance", "v_channels", "calibration")
@@ -32,7 +33,7 @@ def quantize(
     Weights are never written, and names, hooks and `state_dict` keys stay. If anything fails, the model is unchanged.
 
     Args:
-        model: A model in eval mode with timm's `Attention` or Swin's `WindowAttention`.
+        model: A model in eval mode with timm's `Attention`, or the window attention of Swin, Swin V2 or V2-CR.
         calib_loader: Batches as `calibrate` takes them, or a `Calibration` made before.
         config: Default: the calibration's own config, or `QuantConfig()`.
         strict: Raise where anything that computes attention would stay float.
@@ -62,7 +63,7 @@ def quantize(
 def restore(model: nn.Module) -> nn.Module:
     """Gives every quantized module its float class back and removes what `quantize` added; returns the model."""
     for module in model.modules():  # a block comes before its attention
-        if isinstance(module, FOLDED):
+        if isinstance(module, FoldedBlock):
             module.unfold()
         elif isinstance(module, QuantizedModule):
             module.unswap()
@@ -81,7 +82,8 @@ def swap_all(
         for site in targets:
             site.adapter.swap(site.module, scales[site.name], config, sqnr.get(site.name))
         for module in model.modules():
-            FOLDED.fold(module)
+            if type(module) in FOLDED:
+                FOLDED[type(module)].fold(module)
     except BaseException:
         restore(model)
         raise

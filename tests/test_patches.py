@@ -5,12 +5,15 @@ accuracy floor has a negative control that must fall below it.
 """
 
 import copy
+import math
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from timm.models.swin_transformer import WindowAttention
+from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
+from timm.models.swin_transformer_v2_cr import WindowMultiHeadAttention
 from timm.models.vision_transformer import Attention
 from torch import nn
 
@@ -19,6 +22,8 @@ from qvit.discovery import find_attention
 from qvit.errors import UnsupportedModuleError
 from qvit.patches import ADAPTERS
 from qvit.patches.swin import QuantizedWindowAttention
+from qvit.patches.swin_v2 import QuantizedWindowAttentionV2
+from qvit.patches.swin_v2_cr import QuantizedWindowMultiHeadAttention
 from qvit.patches.vit import QuantizedAttention
 
 FLOOR_DB = {"standard": 27.0, "high": 32.0}
@@ -48,6 +53,8 @@ def spread(attn):
             p.normal_(std=0.3)
         elif name == "relative_position_bias_table":
             p.normal_()
+        elif name == "logit_scale":  # factors from 3 to 20
+            p.uniform_(1.0, 3.0)
         elif name.endswith("weight"):
             p.uniform_(0.5, 1.5)
     return attn.eval()
@@ -63,6 +70,14 @@ def swin_attention(window=(3, 4)):
     return spread(WindowAttention(dim=DIM, num_heads=HEADS, window_size=window))
 
 
+def swin_v2_attention(window=(3, 4), **changes):
+    return spread(WindowAttentionV2(dim=DIM, num_heads=HEADS, window_size=window, **changes))
+
+
+def swin_v2_cr_attention(window=(3, 4)):
+    return spread(WindowMultiHeadAttention(dim=DIM, num_heads=HEADS, window_size=window))
+
+
 def quantized(attn, x, **config):
     return qvit.quantize(copy.deepcopy(attn), [x], qvit.QuantConfig(**config))
 
@@ -70,6 +85,9 @@ def quantized(attn, x, **config):
 def sharper(attn):
     """The negative control: the float module with its scores times 1.5."""
     control = copy.deepcopy(attn)
+    if hasattr(control, "logit_scale"):
+        control.logit_scale.add_(math.log(1.5))
+        return control
     control.fused_attn = False
     control.scale = control.scale * 1.5
     return control
@@ -291,6 +309,9 @@ def test_head_dim_above_128_is_left_with_an_error():
     assert type(attn) is Attention
 
 
+every_window = pytest.mark.parametrize("make", [swin_attention, swin_v2_attention, swin_v2_cr_attention])
+
+
 def windows(images=2, num_windows=4, tokens=12):
     x = torch.randn(images * num_windows, tokens, DIM)
     mask = torch.where(torch.rand(num_windows, tokens, tokens) > 0.4, 0.0, -100.0)
@@ -312,6 +333,122 @@ def test_swin(arithmetic, floor, fused):
     control.relative_position_bias_table.zero_()
     assert sqnr_db(control(x), attn(x)) < floor - 2
     assert sqnr_db(attn(x, mask=mask.flip(0)), attn(x, mask=mask)) < floor - 2
+
+
+COSINE = {
+    "v2": swin_v2_attention,
+    "v2_no_bias": lambda: swin_v2_attention(qkv_bias=False),
+    "v2_separate_bias": lambda: swin_v2_attention(qkv_bias_separate=True),
+    "v2_other_pretrained_window": lambda: swin_v2_attention(pretrained_window_size=(6, 6)),
+    "v2_cr": swin_v2_cr_attention,
+}
+every_cosine = pytest.mark.parametrize("make", COSINE.values(), ids=COSINE)
+
+
+@every_cosine
+@pytest.mark.parametrize(("precision", "floor"), [("standard", 33.0), ("high", 36.0)])
+def test_cosine_windows(make, precision, floor):
+    attn = make()
+    x, mask = windows()
+    quant = quantized(attn, x, precision=precision)
+    assert type(quant) in (QuantizedWindowAttentionV2, QuantizedWindowMultiHeadAttention)
+    for m in (None, mask):
+        assert sqnr_db(quant(x, mask=m), attn(x, mask=m)) > floor
+        assert sqnr_db(sharper(attn)(x, mask=m), attn(x, mask=m)) < floor - 10
+    assert sqnr_db(attn(x, mask=mask.flip(0)), attn(x, mask=mask)) < floor - 10
+    flat = copy.deepcopy(attn)
+    for name, p in flat.named_parameters():
+        if name.startswith(("cpb_mlp", "meta_mlp")):
+            p.zero_()
+    assert sqnr_db(flat(x), attn(x)) < floor - 10
+
+
+@pytest.mark.parametrize("make", [swin_v2_attention, swin_v2_cr_attention])
+def test_paper_arithmetic_on_cosines(make):
+    attn = make()
+    x, mask = windows()
+    quant = quantized(attn, x, arithmetic="paper")
+    for m in (None, mask):
+        assert sqnr_db(quant(x, mask=m), attn(x, mask=m)) > 20
+        assert sqnr_db(sharper(attn)(x, mask=m), attn(x, mask=m)) < 18
+
+
+@pytest.mark.parametrize("make", [swin_v2_attention, swin_v2_cr_attention])
+def test_the_logit_scale_stops_at_a_hundred(make):
+    attn = make()
+    attn.logit_scale.fill_(math.log(100.0))
+    beyond = copy.deepcopy(attn)
+    beyond.logit_scale.add_(2.0)
+    below = copy.deepcopy(attn)
+    below.logit_scale.sub_(0.5)
+    x, _ = windows()
+    results = [quantized(module, x)(x) for module in (attn, beyond, below)]
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    assert sqnr_db(results[1], beyond(x)) > 20
+
+
+@pytest.mark.parametrize("make", [swin_v2_attention, swin_v2_cr_attention])
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
+def test_heads_of_cosine_windows_have_scales_of_their_own(make, granularity, monkeypatch):
+    """Whatever the config says: one head's scores reach to 100, the others' to e."""
+    attn = make()
+    attn.logit_scale.fill_(1.0).view(-1)[0] = 4.6
+    x, _ = windows()
+    config = {"granularity": granularity, "precision": "high"}
+    assert sqnr_db(quantized(attn, x, **config)(x), attn(x)) > 30
+    monkeypatch.setattr(ADAPTERS[type(attn)], "granularity", None)  # the control
+    assert (sqnr_db(quantized(attn, x, **config)(x), attn(x)) > 30) == (granularity == "head")
+
+
+@every_cosine
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_cosines(make, dtype):
+    attn = make().to(dtype)
+    x, mask = windows()
+    quant = quantized(attn, x.to(dtype))
+    exact = attn.float()
+    for m in (None, mask):
+        out = quant(x.to(dtype), mask=None if m is None else m.to(dtype))
+        assert out.dtype == dtype
+        assert sqnr_db(out, exact(x, mask=m)) > FLOOR_DB["standard"]
+        assert sqnr_db(sharper(exact)(x, mask=m), exact(x, mask=m)) < FLOOR_DB["standard"] - 5
+
+
+def test_a_key_of_zeros_is_no_nan_in_float16():
+    """The second version's keys have no bias: those of pads are zero, and the host's epsilon is zero in float16."""
+    attn = swin_v2_attention()
+    x, _ = windows()
+    x[:, -1] = 0
+    expected, half = attn(x), copy.deepcopy(attn).half()
+    assert half(x.half()).isnan().any()
+    assert sqnr_db(quantized(attn, x).half()(x.half()), expected) > FLOOR_DB["standard"]
+
+
+@pytest.mark.parametrize("make", [swin_v2_attention, swin_v2_cr_attention])
+def test_continuous_bias_is_never_stale(make):
+    """Its source is a child, and a module's own loading comes before its children's."""
+    attn, other = make(), make()
+    x, mask = windows()
+    quant = quantized(attn, torch.randn(64, 12, DIM))  # enough to hold for another window too
+    network = next(name for name in ("cpb_mlp", "meta_mlp") if hasattr(attn, name))
+    expected = copy.deepcopy(attn)
+    getattr(expected, network).load_state_dict(getattr(other, network).state_dict())
+    quant.load_state_dict(expected.state_dict())
+    assert sqnr_db(quant(x), expected(x)) > FLOOR_DB["standard"]
+    assert sqnr_db(attn(x), expected(x)) < FLOOR_DB["standard"] - 5
+
+    getattr(quant, network).load_state_dict(getattr(attn, network).state_dict())  # the child's own: not seen yet
+    assert sqnr_db(quant(x), attn(x)) < FLOOR_DB["standard"] - 5
+    quant.eval()
+    assert sqnr_db(quant(x), attn(x)) > FLOOR_DB["standard"]
+
+    for module in (quant, attn):
+        module.set_window_size((4, 5))
+    x, mask = windows(tokens=20)
+    assert quant.qvit_bias.shape == (1, HEADS, 20, 20)
+    for m in (None, mask):
+        assert sqnr_db(quant(x, m), attn(x, m)) > FLOOR_DB["standard"] - 1
+    assert sorted(quant.state_dict()) == sorted(attn.state_dict())
 
 
 def test_swin_bias_is_never_stale():
@@ -344,23 +481,28 @@ def test_swin_bias_is_never_stale():
     [torch.zeros(3, 12, 12), torch.zeros(4, 12, 13), torch.zeros(12, 12), torch.ones(4, 12, 12, dtype=torch.bool)],
     ids=["windows", "tokens", "rank", "dtype"],
 )
-def test_swin_masks_that_do_not_fit(mask):
+@every_window
+def test_window_masks_that_do_not_fit(make, mask):
     x, _ = windows()
-    quant = quantized(swin_attention(), x)
-    with pytest.raises(UnsupportedModuleError, match="mask"):
+    attn = make()
+    quant = quantized(attn, x)
+    with pytest.raises(UnsupportedModuleError, match=f"{type(attn).__name__} got a mask"):
         quant(x, mask=mask)
 
 
-def test_swin_refusals():
-    attn = swin_attention()
+@every_window
+def test_window_refusals(make):
+    attn = make()
     attn.softmax = nn.Identity()
     assert find_attention(attn)[0].reason == "unknown_attribute:softmax"
-    attn = swin_attention()
-    attn.register_parameter("logit_scale", nn.Parameter(torch.zeros(1)))
-    assert find_attention(attn)[0].reason == "unknown_attribute:logit_scale"
+    attn = make()
+    attn.register_parameter("temperature", nn.Parameter(torch.zeros(1)))
+    assert find_attention(attn)[0].reason == "unknown_attribute:temperature"
+    attn = make()
+    assert find_attention(attn)[0].reason == ""
 
 
-@pytest.mark.parametrize("make", [vit_attention, swin_attention])
+@pytest.mark.parametrize("make", [vit_attention, swin_attention, swin_v2_attention, swin_v2_cr_attention])
 def test_swap_survives_copy_and_pickle(make):
     attn = make()
     x = torch.randn(4, 12, DIM)
@@ -380,11 +522,13 @@ def test_registry_is_by_exact_type():
         assert adapter not in ADAPTERS
 
 
-def test_float_core_of_the_observers_is_the_hosts():
+@every_window
+def test_float_core_of_the_observers_is_the_hosts(make):
     from qvit.calibration import float_attention
 
-    attn = swin_attention()
+    attn = make()
     x, mask = windows()
-    core = QuantizedWindowAttention.core_inputs(attn, x, mask=mask)
-    out = float_attention(core, attn.scale).transpose(1, 2).flatten(2)
+    adapter = ADAPTERS[type(attn)]
+    core = adapter.core_inputs(attn, x, mask=mask)
+    out = float_attention(core, adapter.scale_of(attn)).transpose(1, 2).flatten(2)
     assert torch.allclose(F.linear(out, attn.proj.weight, attn.proj.bias), attn(x, mask=mask), atol=1e-5)

@@ -4,6 +4,7 @@ Accuracy is judged at the outputs of the attention modules, with the float model
 """
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -18,6 +19,7 @@ from qvit.errors import UnsupportedModuleError
 from qvit.patches import ADAPTERS
 
 SMALL = {"img_size": 48, "embed_dim": 48, "num_classes": 5}
+SMALL_SWIN = {"window_size": 7, "embed_dim": 32, "depths": (2, 2), "num_heads": (1, 2)}
 MODELS = {
     "vit": ("vit_tiny_patch16_224", {**SMALL, "depth": 2}),
     "test_vit": ("test_vit", {}),
@@ -31,6 +33,10 @@ MODELS = {
         "swin_tiny_patch4_window7_224",
         {"img_size": 64, "embed_dim": 32, "depths": (2, 2), "num_heads": (1, 2), "strict_img_size": False},
     ),
+    "swin_v2": ("swinv2_tiny_window8_256", {"img_size": 56, **SMALL_SWIN}),
+    "swin_v2_padded": ("swinv2_tiny_window8_256", {"img_size": 64, **SMALL_SWIN}),
+    "swin_v2_cr": ("swinv2_cr_tiny_224", {"img_size": 56, **SMALL_SWIN}),
+    "swin_v2_cr_padded": ("swinv2_cr_tiny_ns_224", {"img_size": 64, **SMALL_SWIN}),
 }
 
 
@@ -51,6 +57,10 @@ def create(name):
     for name, p in model.named_parameters():
         if name.endswith("gamma") or name.endswith("relative_position_bias_table"):
             p.normal_()
+        elif name.endswith("logit_scale"):
+            p.uniform_(2.5, 3.5)
+        elif name.endswith("norm1.weight"):  # zero in new Swins V2, whose branches then add nothing
+            p.uniform_(0.5, 1.5)
     return model
 
 
@@ -79,6 +89,9 @@ def sqnr_db(value, reference):
 
 def sharper(module):
     control = copy.deepcopy(module)
+    if hasattr(control, "logit_scale"):
+        control.logit_scale.add_(math.log(1.5))
+        return control
     control.fused_attn = False
     control.scale = control.scale * 1.5
     return control
@@ -106,7 +119,7 @@ def flat_state(model):
     return {k: (type(model.get_submodule(k.rpartition(".")[0])), v.clone()) for k, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ["vit", "swin"])
+@pytest.mark.parametrize("name", ["vit", "swin", "swin_v2", "swin_v2_cr"])
 def test_restore_gives_the_float_model_back(name):
     model = create(name)
     x = images(model)
@@ -202,7 +215,7 @@ def test_set_input_size_of_a_quantized_swin():
         assert sqnr_db(sharper(reference.get_submodule(name))(*args, **kwargs), out) < 18
 
 
-@pytest.mark.parametrize("name", ["vit", "swin"])
+@pytest.mark.parametrize("name", ["vit", "swin", "swin_v2"])
 @pytest.mark.parametrize("arithmetic", ["qvit", "paper"])
 def test_compiles_without_a_graph_break(name, arithmetic):
     model = create(name)
@@ -262,8 +275,6 @@ LEFT = {
     "efficientformer_l1": {"Attention": "unsupported_layout"},
     "maxvit_nano_rw_256": {"AttentionCl": "unsupported_layout"},
     "crossvit_tiny_240": {"CrossAttention": "class_attention"},
-    "swinv2_tiny_window8_256": {"WindowAttention": "not_in_registry"},
-    "swinv2_cr_tiny_224": {"WindowMultiHeadAttention": "not_in_registry"},
     "eva02_tiny_patch14_224": {"EvaAttention": "not_in_registry"},
     "beit_base_patch16_224": {"Attention": "not_in_registry"},
     "vit_relpos_small_patch16_224": {"RelPosAttention": "not_in_registry"},
@@ -283,6 +294,17 @@ def test_left_with_a_reason(architecture):
         model = timm.create_model(architecture)
     left = {site.type_name: site.reason for site in find_attention(model) if site.adapter is None}
     assert left == LEFT[architecture]
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "swinv2_cr_tiny_224", "swinv2_cr_huge_224"],
+)
+def test_nothing_of_a_swin_is_left(architecture):
+    with torch.device("meta"):
+        model = timm.create_model(architecture)
+    sites = find_attention(model)
+    assert len(sites) >= 12 and all(site.adapter is not None for site in sites)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +329,7 @@ def test_no_model_of_convolutions_is_listed():
     with torch.device("meta"):
         model = timm.create_model("resnet18")
     assert find_attention(model) == []
-    with pytest.raises(UnsupportedModuleError, match="no attention module that qvit knows"):
+    with pytest.raises(UnsupportedModuleError, match=r"no attention module that qvit knows.*swin_transformer_v2\."):
         qvit.quantize(model.eval(), [torch.zeros(1)])
 
 

@@ -193,6 +193,22 @@ def test_strides_and_head_dimensions_are_followed(dim, poisoned):
     assert torch.equal(window_attention(wide, scales, backend="triton", **kwargs), expected)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_q_k_v_apart_give_the_packed_bits(backend, poisoned):
+    """Each with strides of its own: heads outside the rows, rows wider than a head, channels not side by side."""
+    if backend == "triton":
+        triton_runs()
+    qkv, pad, bias, scales = operands(IMAGES[4], torch.float16)
+    q, k, v = qkv.unbind(3)
+    heads_outside = q.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
+    wide_rows = torch.nn.functional.pad(k, (0, 5))[..., : k.shape[-1]]
+    channels_apart = v.mT.contiguous().mT
+    kwargs = {"window": (7, 7), "shift": (3, 3), "pad": pad, "bias": bias, "backend": backend}
+    packed = window_attention(qkv, scales, **kwargs)
+    assert torch.equal(window_attention((heads_outside, wide_rows, channels_apart), scales, **kwargs), packed)
+    assert not torch.equal(window_attention((k, q, v), scales, **kwargs), packed)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -210,6 +226,22 @@ def test_what_does_not_fit_is_refused(change, message):
     qkv, _, _, scales = operands((14, 14, (7, 7), (3, 3)))
     with pytest.raises(BackendError, match=message):
         window_attention(qkv, scales, **({"window": (7, 7), "shift": (3, 3)} | change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: q,
+        lambda q, k, v: (q, k),
+        lambda q, k, v: (q[0], k[0], v[0]),
+        lambda q, k, v: (q, k.transpose(1, 2), v),  # the same number of rows, in another image
+    ],
+    ids=["one", "two", "rank", "image"],
+)
+def test_operands_of_another_form_are_refused(change):
+    qkv, _, _, scales = operands((5, 9, (7, 7), (0, 0)))
+    with pytest.raises(BackendError, match="or q, k and v"):
+        window_attention(change(*qkv.unbind(3)), scales, window=(7, 7))
 
 
 def test_int8_beyond_the_image_needs_a_pad():

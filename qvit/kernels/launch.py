@@ -268,7 +268,9 @@ KERNELS = {
 
 
 def window_attention(
-    qkv: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     pad: torch.Tensor | None,
     constants: torch.Tensor,
     bias: torch.Tensor | None,
@@ -285,8 +287,8 @@ def window_attention(
     """Attention in windows, in one launch, into ``out`` (B, L, H, D).
 
     Args:
-        qkv: (B, L, 3, H, D), channels side by side.
-        pad: (3, H, D), contiguous, of qkv's type: what a position outside the image holds; None without any.
+        q, k, v: (B, L, H, D), channels side by side, otherwise any strides.
+        pad: (3, H, D), contiguous, of q's type: what a position outside the image holds; None without any.
         constants: int32 (H, 6 * D + 8).
         bias: int32 (patterns, H, N, N) in exponent units with unit last stride, or None.
         rows: int32 (windows, N), contiguous: a window's positions in the image, -1 outside it.
@@ -295,16 +297,17 @@ def window_attention(
         high, out_up, half: As for :func:`attention`.
         block_m, num_warps: Launch configuration.
     """
-    batch, length, _, heads, head_dim = qkv.shape
+    batch, length, heads, head_dim = q.shape
     windows, tokens = rows.shape
     full, tail = tiles(tokens)
     strides = (0, 0, 0) if bias is None else bias.stride()[:3]
-    with _device_guard(qkv):
+    with _device_guard(q):
         for start in range(0, batch, GRID_Z):
-            x, y = qkv[start : start + GRID_Z], out[start : start + GRID_Z]
-            window.window_kernel[(windows, heads, x.shape[0])](
-                x, x if pad is None else pad, rows, pattern, constants if bias is None else bias, constants, y,
-                *x.stride()[:4], *strides, length, heads,
+            span = slice(start, start + GRID_Z)
+            qs, ks, vs = q[span], k[span], v[span]
+            window.window_kernel[(windows, heads, qs.shape[0])](
+                qs, ks, vs, qs if pad is None else pad, rows, pattern, constants if bias is None else bias, constants,
+                out[span], *qs.stride()[:3], *ks.stride()[:3], *vs.stride()[:3], *strides, length, heads,
                 N=tokens, D=head_dim, DP=padded_dim(head_dim), TILE=TILE, TILES=full, TAIL=tail, BLOCK_M=block_m,
                 BIAS=bias is not None, PADS=pad is not None, HIGH=high, INT8_OUT=out.dtype == torch.int8, OUT_UP=out_up,
                 HALF=half, INTERPRET=numerics.INTERPRETED, num_warps=num_warps or (2 if tokens <= TILE else 4),

@@ -48,13 +48,14 @@ def _values(
 
 @triton.jit
 def window_kernel(
-    qkv_ptr, pad_ptr, rows_ptr, pattern_ptr, bias_ptr, constants_ptr, out_ptr,
-    stride_b, stride_n, stride_part, stride_h, stride_bias_g, stride_bias_h, stride_bias_m, L, H,
+    q_ptr, k_ptr, v_ptr, pad_ptr, rows_ptr, pattern_ptr, bias_ptr, constants_ptr, out_ptr,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_bias_g, stride_bias_h, stride_bias_m, L, H,
     N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr, BIAS: tl.constexpr, PADS: tl.constexpr, HIGH: tl.constexpr, INT8_OUT: tl.constexpr,
     OUT_UP: tl.constexpr, HALF: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """qkv (B, L, 3, H, D) -> out (B, L, H, D). Program (w, h, b): window w of image b.
+    """q, k, v (B, L, H, D) -> out (B, L, H, D). Program (w, h, b): window w of image b.
 
     rows: int32 (windows, N); pattern: int32 (windows,), which bias (patterns, H, N, N) a window takes; pad: (3, H, D).
     """
@@ -68,9 +69,9 @@ def window_kernel(
     mult, exp_bits, step, masked = numerics.exponent_units(c_ptr, D, BIAS)
     q_mult, k_mult, k_zero, v_mult, zero = numerics.load_multipliers(c_ptr, o_d, D)
     rows_ptr += i_w * N
-    q_ptr = qkv_ptr + b * stride_b + h * stride_h
-    k_ptr = q_ptr + stride_part
-    v_ptr = k_ptr + stride_part
+    q_ptr += b * stride_qb + h * stride_qh
+    k_ptr += b * stride_kb + h * stride_kh
+    v_ptr += b * stride_vb + h * stride_vh
     pad_ptr += i_h * D
     out_ptr += b * L * (H * D) + i_h * D
     if BIAS:
@@ -81,10 +82,10 @@ def window_kernel(
     columns = tl.zeros([16, DP], tl.int32)
     for i in tl.static_range(COUNT):
         o_n = i * TILE + tl.arange(0, TILE if i < TILES else TAIL)
-        k = _load(k_ptr, pad_ptr + H * D, rows_ptr, stride_n, o_n, o_d, N, D, PADS)
+        k = _load(k_ptr, pad_ptr + H * D, rows_ptr, stride_kn, o_n, o_d, N, D, PADS)
         ks = ks + (numerics.quantize(k, k_mult, k_zero, HALF, INTERPRET),)
         vt = _values(
-            v_ptr, pad_ptr + 2 * H * D, rows_ptr, stride_n, i * TILE, o_d, v_mult, zero, N, D, DP,
+            v_ptr, pad_ptr + 2 * H * D, rows_ptr, stride_vn, i * TILE, o_d, v_mult, zero, N, D, DP,
             TILE if i < TILES else TAIL, PADS, HALF, INTERPRET,
         )  # fmt: skip
         vts = vts + (vt,)
@@ -94,7 +95,7 @@ def window_kernel(
 
     for i_m in tl.range(0, tl.cdiv(N, BLOCK_M)):
         o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        q = _load(q_ptr, pad_ptr, rows_ptr, stride_n, o_m, o_d, N, D, PADS)
+        q = _load(q_ptr, pad_ptr, rows_ptr, stride_qn, o_m, o_d, N, D, PADS)
         q = numerics.quantize(q, q_mult, zero, HALF, INTERPRET)
         out = fused.attend_block(
             q, ks, vts, columns, bias_ptr, stride_bias_m, o_m, o_d, mult, exp_bits, step, masked, c_ptr, N, D, DP, TILE,

@@ -1,0 +1,297 @@
+"""What the window attentions of the Swin family share, and what their blocks do.
+
+- The position bias is held in exponent units, and renewed whenever its source may have changed.
+- A block of the expected kind gives its attention the image as it lies: shift, padding, partition and their reverses
+  are addresses of the operator, which gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from qvit import ops
+from qvit.config import QuantConfig
+from qvit.errors import UnsupportedModuleError
+from qvit.patches.base import QuantizedModule, same_dtype, split_heads
+from qvit.scales import Scales
+from qvit.windows import SHIFT_MASK, WindowPlan, plan_windows
+
+_MAX_LOGIT_SCALE = math.log(100)  # of Swin V2, arXiv 2111.09883, section 3.2: cosines are divided by no less than 0.01
+
+
+class QuantizedWindows(QuantizedModule):
+    """Mixin of window attentions. Rows of the batch are windows; row r uses mask r % num_windows.
+
+    A subclass says what its host's position bias is.
+    """
+
+    known_arguments = frozenset({"self", "x", "mask"})
+
+    @staticmethod
+    def position_bias(module: nn.Module) -> torch.Tensor:
+        """The bias of a window's positions as the host makes it, (H, N, N)."""
+        raise NotImplementedError
+
+    @classmethod
+    def window_bias(cls, module: nn.Module) -> torch.Tensor:
+        """`position_bias` in float32, under autocast the same as without: a held one knows of no autocast."""
+        with torch.autocast(module.qkv.weight.device.type, enabled=False):
+            return cls.position_bias(module).float()
+
+    @classmethod
+    def refuse(cls, module: nn.Module) -> str | None:
+        """Returns the reason why this module must stay float, or None."""
+        if type(getattr(module, "softmax", None)) not in (nn.Softmax, type(None)):
+            return "unknown_attribute:softmax"
+        return super().refuse(module)
+
+    @classmethod
+    def float_bias(cls, module: nn.Module, q: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """The position bias, with the mask if there is one; float32 (1 or num_windows, H, N, N)."""
+        bias = cls.window_bias(module)[None]
+        return bias if mask is None else bias + _window_mask(q, mask, cls.host)
+
+    def integer_bias(self, q: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """The bias as the operator takes it; without a mask, the one that is held."""
+        if mask is None and self.qvit_settings.arithmetic == "qvit":
+            return self.qvit_bias
+        # Exponent units are relative to each row's maximum, so the sum has to be made in float.
+        return super().integer_bias(q, mask)
+
+    @staticmethod
+    def is_biased(mask: torch.Tensor | None = None) -> bool:
+        """True: there is always the position bias."""
+        return True
+
+    @classmethod
+    def build_buffers(cls, module: nn.Module, scales: Scales, config: QuantConfig) -> dict[str, torch.Tensor]:
+        """The constants, and for "qvit" the position bias in exponent units, int32 (1, H, N, N)."""
+        buffers = super().build_buffers(module, scales, config)
+        if config.arithmetic == "qvit":
+            buffers["qvit_bias"] = ops.exponent_bias(cls.window_bias(module)[None], buffers["qvit_constants"])
+        return buffers
+
+    @classmethod
+    def swap(cls, module: nn.Module, *args: Any) -> None:
+        """Turns a module of the host's class into this class, in place, and watches for other weights."""
+        super().swap(module, *args)
+        module.register_load_state_dict_post_hook(_renew_after_loading)
+
+    def unswap(self) -> None:
+        """Gives the host's class back and removes everything that `swap` added."""
+        hooks = self._load_state_dict_post_hooks
+        for key in [key for key, hook in hooks.items() if hook is _renew_after_loading]:
+            del hooks[key]
+        super().unswap()
+
+    @property
+    def layout(self) -> str:
+        """What the block gives: "image", as it lies, or "windows"."""
+        return "image" if "qvit_image_bias" in self._buffers else "windows"
+
+    def attend_image(self, x: torch.Tensor, rows: torch.Tensor, pattern: torch.Tensor, has_pads: bool) -> torch.Tensor:
+        """Attention in an image's windows, x (B, height, width, C), without the projection.
+
+        Args:
+            x: The attention's input.
+            rows, pattern: Of the image's :class:`qvit.windows.WindowPlan`.
+            has_pads: A window reaches beyond the image.
+        """
+        self.require_inference(x)
+        q, k, v = (y.transpose(1, 2) for y in self.project(self, x.flatten(1, 2)))
+        pad = None
+        if has_pads:  # where there is no image, the host projects zeros
+            pad = torch.cat(self.project(self, x.new_zeros(1, 1, x.shape[-1]))).squeeze(2)
+        settings = self.qvit_settings
+        out = torch.ops.qvit.window_attention(
+            q, k, v, pad, self.qvit_constants, self.qvit_image_bias, rows, pattern, settings.precision, q.dtype,
+            settings.backend, settings.half_exact,
+        )  # fmt: skip
+        return out.reshape(*x.shape[:3], -1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention inside windows.
+
+        Args:
+            x: (B * num_windows, N, C).
+            mask: None, or additive floating (num_windows, N, N).
+
+        Raises:
+            UnsupportedModuleError: Training mode, an input that requires a gradient, or a mask that does not fit.
+        """
+        self.require_inference(x)
+        q, k, v = self.project(self, x)
+        return self.proj_drop(self.proj(self.attend(q, k, v, mask)))
+
+    def set_window_size(self, window_size: Any) -> None:
+        """Changes the window as the host does, and renews the bias; the scales stay as calibrated."""
+        super().set_window_size(window_size)
+        self.renew_bias()
+
+    def train(self, mode: bool = True) -> nn.Module:
+        """Renews the bias on the way back to inference, for its source may have been trained or written to."""
+        super().train(mode)
+        self.renew_bias()
+        return self
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def renew_bias(self) -> None:
+        """Makes the held biases anew; not in training, where a dropout may be in their way, and no one reads them."""
+        if self.training or "qvit_bias" not in self._buffers:
+            return
+        bias = self.window_bias(self)
+        self._hold("qvit_bias", bias[None])
+        masks = self._buffers.get("qvit_masks")
+        if masks is not None and masks.shape[-1] == bias.shape[-1]:  # else the block that changed the window makes them
+            self._hold("qvit_image_bias", ops.pattern_bias(masks, bias, self.num_heads, SHIFT_MASK))
+
+    def _hold(self, name: str, bias: torch.Tensor) -> None:
+        """Keeps a bias in exponent units, in place where that can be: a captured CUDA graph reads its address."""
+        bias = ops.exponent_bias(bias, self.qvit_constants)
+        held = self._buffers.get(name)
+        if held is not None and held.shape == bias.shape and not held.is_inference():
+            held.copy_(bias)
+        else:
+            self.register_buffer(name, bias, persistent=False)
+
+
+class QuantizedCosineWindows(QuantizedWindows):
+    """Mixin of window attentions by cosine: queries and keys of length one, times a learned scale of each head.
+
+    The scale is the queries', so that the core's own is 1.
+    """
+
+    granularity = "head"  # the learned scales of heads are up to a hundred times apart
+
+    @classmethod
+    def scale_of(cls, module: nn.Module) -> float:
+        """1: cosine attention leaves no other factor to the scores."""
+        return 1.0
+
+    @staticmethod
+    def packed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The projection of x (B, N, C) as the host makes it, (B, N, 3 * H * D)."""
+        return module.qkv(x)
+
+    @classmethod
+    def project(cls, module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys (both normalised, the queries times their head's scale) and values of x, each (B, H, N, D).
+
+        In float32 whatever the module's type: in float16 the host's epsilon is zero, and a key of zeros is NaN.
+        """
+        qkv = split_heads(cls.packed(module, x), module.num_heads)
+        q, k = F.normalize(qkv[:2].float(), dim=-1)
+        logit_scale = module.logit_scale.float().clamp(max=_MAX_LOGIT_SCALE).exp()
+        return same_dtype(q * logit_scale.view(-1, 1, 1), k, qkv[2])
+
+
+class FoldedBlock:
+    """Mixin of blocks that leave the moving of windows to the attention operator. A subclass names the host's parts."""
+
+    host: ClassVar[type[nn.Module]]
+    attention: ClassVar[type[QuantizedWindows]]
+    moving: ClassVar[str]  # the host's method that moves windows; the subclass overrides it
+    size: ClassVar[str]  # the host's attribute for the image's size
+
+    @classmethod
+    def fold(cls, block: nn.Module) -> None:
+        """Turns a block of the host's class, whose attention is swapped, into this class; leaves an unusual one."""
+        if {cls.moving, "forward"} & vars(block).keys():
+            return
+        attn, dynamic = block.attn, getattr(block, "dynamic_mask", False)
+        if type(attn) is not cls.attention or attn.layout == "image" or dynamic:
+            return  # an attention of two blocks reads the image for the first alone
+        if attn.qvit_settings.arithmetic != "qvit" or attn.qvit_settings.skip_slower:
+            return
+        plan = cls._plan_of(block)
+        if plan is not None:
+            cls._take(block, plan)
+            block.__class__ = cls
+
+    def unfold(self) -> None:
+        """Gives the host's class back; call it before the attention's own way back."""
+        self.__class__ = self.host
+        for module, names in ((self, ("qvit_rows", "qvit_pattern")), (self.attn, ("qvit_masks", "qvit_image_bias"))):
+            for name in names:
+                module._buffers.pop(name, None)
+        vars(self).pop("qvit_image", None)
+
+    def reads_image(self, x: torch.Tensor) -> bool:
+        """True where the attention can take x (B, height, width, C) as it lies."""
+        attn = self.attn
+        # Another size has other windows; whoever hooks, replaces or restores a part of the attention expects windows.
+        if isinstance(x, fx.Proxy) or tuple(x.shape[1:3]) != self.qvit_image[0] or not self._is_untouched(attn):
+            return False
+        # After set_window_size of the attention alone, the host's own error.
+        return self.qvit_rows.shape[1] == attn.qvit_bias.shape[-1]
+
+    def attend_image(self, x: torch.Tensor) -> torch.Tensor:
+        """What the host's method gives for x (B, height, width, C)."""
+        attn = self.attn
+        return attn.proj_drop(attn.proj(attn.attend_image(x, self.qvit_rows, self.qvit_pattern, self.qvit_image[1])))
+
+    def set_input_size(self, *args: Any, **kwargs: Any) -> None:
+        """Changes the size as the host does, and finds the windows anew; the scales stay as calibrated."""
+        super().set_input_size(*args, **kwargs)
+        plan = self._plan_of(self)
+        if plan is None:
+            self.unfold()
+        else:
+            self._take(self, plan)
+
+    @classmethod
+    def _plan_of(cls, block: nn.Module) -> WindowPlan | None:
+        """The block's windows, where its own mask says the same and the operator takes windows of that size."""
+        window = tuple(block.window_size)
+        if window[0] * window[1] > ops.MAX_WINDOW:
+            return None
+        plan = plan_windows(*getattr(block, cls.size), window, tuple(block.shift_size))
+        if block.attn_mask is None:
+            return None if plan.masks.any() else plan
+        mask = plan.masks[plan.pattern] * SHIFT_MASK
+        return plan if np.array_equal(block.attn_mask.detach().float().cpu().numpy(), mask) else None
+
+    @classmethod
+    def _is_untouched(cls, attn: nn.Module) -> bool:
+        """True for a swapped attention as it was swapped, with no one listening."""
+        if type(attn) is not cls.attention or "forward" in vars(attn) or type(attn.qkv) is not nn.Linear:
+            return False
+        hooks = torch.nn.modules.module
+        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+            return False
+        return not any(m._forward_hooks or m._forward_pre_hooks for m in (attn, attn.qkv, attn.proj, attn.proj_drop))
+
+    @classmethod
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _take(cls, block: nn.Module, plan: WindowPlan) -> None:
+        rows, pattern, masks = plan.tensors(block.attn.qvit_constants.device)
+        block.register_buffer("qvit_rows", rows, persistent=False)
+        block.register_buffer("qvit_pattern", pattern, persistent=False)
+        block.qvit_image = (tuple(getattr(block, cls.size)), plan.has_pads)
+        block.attn.register_buffer("qvit_masks", masks, persistent=False)
+        block.attn.renew_bias()
+
+
+def _renew_after_loading(module: nn.Module, incompatible_keys: Any) -> None:
+    """A hook, for a module's own loading comes before that of its children, which may be the bias's source."""
+    module.renew_bias()
+
+
+def _window_mask(q: torch.Tensor, mask: torch.Tensor, host: type[nn.Module]) -> torch.Tensor:
+    """A mask (num_windows, N, N) as an additive float32 bias (num_windows, 1, N, N)."""
+    B, _, N, _ = q.shape
+    fits = mask.is_floating_point() and mask.ndim == 3 and tuple(mask.shape[1:]) == (N, N)
+    if not fits or B % mask.shape[0]:
+        raise UnsupportedModuleError(
+            f"{host.__name__} got a mask of {mask.dtype} {tuple(mask.shape)} for {B} windows of {N} tokens; "
+            f"expected floating (num_windows, {N}, {N}) with a whole number of images"
+        )
+    return mask.float().unsqueeze(1)
