@@ -16,18 +16,15 @@ Exit status: 0, 1 when a kernel is wrong (nothing is written then), 2 when the b
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import json
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from functools import cached_property, partial
-from math import isqrt, nan
+from math import isqrt
 from pathlib import Path
 
 import torch
@@ -38,6 +35,16 @@ import qvit.ops  # registers the operators
 from qvit import reference, speed
 from qvit.config import PRECISIONS
 from qvit.errors import ConfigError, QvitError
+from qvit.evaluation import results
+from qvit.evaluation.results import (
+    describe_machine,
+    format_ratios,
+    markdown_table,
+    positive,
+    sqnr_db,
+    text_table,
+    write_ratio_plot,
+)
 from qvit.evaluation.timing import LEAST_SETS, Call, Context, Measurement, TurnTimer, count_sets
 from qvit.scales import Ranges, build_scales
 from qvit.windows import SHIFT_MASK, WindowPlan, plan_windows
@@ -578,62 +585,8 @@ def make_row(workload: Workload, batch: int, sets: int | None, method: str, outc
     return Row(workload=workload.name, batch=batch, method=method, **shape, **times, **facts, **machine)
 
 
-def describe_machine(seed: int) -> dict:
-    """The columns that every row of a run has in common."""
-    import triton
-
-    return {
-        "gpu": torch.cuda.get_device_name(DEVICE),
-        "driver": driver_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "qvit": qvit.__version__,
-        "seed": seed,
-        "date": datetime.now(timezone.utc).date().isoformat(),
-    }
-
-
-def driver_version() -> str | None:
-    """The NVIDIA driver's version, or None where nvidia-smi does not tell."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return lines[0] if lines else None
-
-
-def write_csv(rows: list[Row], path: Path) -> None:
-    """Write rows; the columns are the fields of `Row`."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
-
-
-def read_csv(path: Path) -> list[Row]:
-    """Read what :func:`write_csv` wrote.
-
-    Raises:
-        ConfigError: No such file, or it holds something else, or nothing.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            records = list(csv.DictReader(file))
-        if not records:
-            raise ValueError("no rows")
-        return [Row(**{f.name: _parse(record[f.name], f.type) for f in fields(Row)}) for record in records]
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    except (KeyError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is no CSV file of this benchmark: {error!r}") from error
-
-
-def _parse(text: str, kind: str) -> object:
-    base, _, optional = kind.partition(" | ")
-    if optional and not text:
-        return None
-    return {"str": str, "int": int, "float": float, "bool": "True".__eq__}[base](text)
+write_csv = partial(results.write_csv, kind=Row)
+read_csv = partial(results.read_csv, kind=Row)
 
 
 # ---------------------------------------------------------------- measurement
@@ -666,12 +619,6 @@ def verify(method: str, case: Case, operator: Operator, result: torch.Tensor) ->
             f"{expected.numel()} values; no speed is reported"
         )
     return True
-
-
-def sqnr_db(expected: torch.Tensor, result: torch.Tensor) -> float:
-    """Signal to noise of a float64 result, in dB; inf where it is exact."""
-    signal, noise = (x.square().sum() for x in (expected, expected - result))
-    return 10 * (signal / noise).log10().item()
 
 
 def judge(method: str, case: Case, operator: Operator) -> Outcome:
@@ -859,10 +806,7 @@ def _rival(name: str | None, time: float | None) -> str:
 
 
 def _cell(time: float | None, *ratios: float | None) -> str:
-    if time is None:
-        return "-"
-    known = [f"{ratio:.2f}x" for ratio in ratios if ratio is not None]
-    return f"{time:.1f} ({', '.join(known)})" if known else f"{time:.1f}"
+    return "-" if time is None else format_ratios(f"{time:.1f}", *ratios)
 
 
 def legend(rows: list[Row]) -> str:
@@ -880,49 +824,25 @@ def legend(rows: list[Row]) -> str:
 
 def format_summary(rows: list[Row]) -> str:
     """The tables for a terminal."""
-    lines = []
-    for cells in tables(rows):
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        lines += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells]
-    return "\n".join([*lines, legend(rows)])
+    return "\n".join([*(line for cells in tables(rows) for line in text_table(cells)), legend(rows)])
 
 
 def format_markdown(rows: list[Row]) -> str:
     """The tables for the README."""
-    lines = [f"{legend(rows)}:"]
-    for header, *body in tables(rows):
-        lines += ["", *(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body))]
-    return "\n".join(lines)
+    return "\n".join([f"{legend(rows)}:", *(line for cells in tables(rows) for line in ("", *markdown_table(cells)))])
 
 
 def write_plot(rows: list[Row], path: Path) -> None:
     """Bars of the speed-up over the fastest SDPA backend, one panel for each group of workloads."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"no plot: matplotlib is not installed (pip install matplotlib draws {path.name})", file=sys.stderr)
-        return
-    comparisons = compare(rows)
-    panels = {title: [c for c in comparisons if c.row.workload in names] for title, names in PANELS.items()}
-    panels = {title: members for title, members in panels.items() if members}
-    figure = Figure(figsize=(12, 3.2 * len(panels)), layout="constrained")
-    axes = figure.subplots(len(panels), squeeze=False)[:, 0]
-    for axis, (title, members) in zip(axes, panels.items()):
-        _draw_panel(axis, title, members)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(COMPARED))
-    figure.savefig(path, dpi=120)
-
-
-def _draw_panel(axis, title: str, comparisons: list[Comparison]) -> None:
-    width = 0.8 / len(COMPARED)
-    for number, method in enumerate(COMPARED):
-        ratios = [comparison.ratio(method) or nan for comparison in comparisons]
-        places = [place + width * (number - (len(COMPARED) - 1) / 2) for place in range(len(comparisons))]
-        axis.bar(places, ratios, width, label=method)
-    axis.axhline(1, color="black", linewidth=1)
-    axis.set_xticks(range(len(comparisons)), [f"{c.row.workload}\nx {c.row.batch}" for c in comparisons])
-    axis.set_title(title, fontsize="medium")
-    axis.set_ylabel("speed-up over the best SDPA")
+    panels: dict[str, list] = {title: [] for title in PANELS}
+    titles = {name: title for title, names in PANELS.items() for name in names}
+    for comparison in compare(rows):
+        row = comparison.row
+        bars = (f"{row.workload}\nx {row.batch}", {method: comparison.ratio(method) for method in COMPARED})
+        if row.workload in titles:
+            panels[titles[row.workload]].append(bars)
+    panels = {title: groups for title, groups in panels.items() if groups}
+    write_ratio_plot(path, panels, COMPARED, "speed-up over the best SDPA")
 
 
 def write_results(rows: list[Row], folder: Path) -> None:
@@ -1006,8 +926,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; without a GPU only --markdown and --speed-table are accepted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS), metavar="NAME")
-    parser.add_argument("--batches", nargs="+", type=_positive, default=[1, 8, 64, 256], metavar="IMAGES")
-    parser.add_argument("--rounds", type=_positive, default=3, help="turns that each method gets")
+    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 64, 256], metavar="IMAGES")
+    parser.add_argument("--rounds", type=positive, default=3, help="turns that each method gets")
     parser.add_argument("--seconds", type=float, default=0.3, help="GPU time for a method's replays in one case")
     parser.add_argument("--max-gib", type=float, default=24.0, help="skip what needs more GPU memory")
     parser.add_argument("--seed", type=int, default=0)
@@ -1027,12 +947,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         )
     args.output = args.output or (RESULTS if measures else speed.PATH)
     return args
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
 
 
 @torch.inference_mode()
