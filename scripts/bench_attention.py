@@ -34,13 +34,17 @@ from tqdm import tqdm
 import qvit.ops  # registers the operators
 from qvit import reference, speed
 from qvit.config import PRECISIONS
-from qvit.errors import ConfigError, QvitError
+from qvit.errors import ConfigError
 from qvit.evaluation import results
 from qvit.evaluation.results import (
+    MismatchError,
+    add_measurement_arguments,
     describe_machine,
+    exit_status,
     format_ratios,
+    legend_of_machines,
     markdown_table,
-    positive,
+    require_gpu,
     sqnr_db,
     text_table,
     write_ratio_plot,
@@ -60,10 +64,6 @@ DEVICE = "cuda"
 INT8_BYTES, FLOAT_BYTES = 3, 6
 SET_BYTES = FLOAT_BYTES + 2 * INT8_BYTES + 2
 SHIFTED_SET_BYTES = 3 * FLOAT_BYTES + INT8_BYTES + 2 * 2  # images, windows, folded windows; a block's input, an output
-
-
-class MismatchError(QvitError):
-    """A kernel's result differs from the reference."""
 
 
 # ---------------------------------------------------------------- workloads and their data
@@ -811,15 +811,10 @@ def _cell(time: float | None, *ratios: float | None) -> str:
 
 def legend(rows: list[Row]) -> str:
     """What the numbers of a table are, and where they come from."""
-    machines = dict.fromkeys(
-        f"{row.gpu}, driver {row.driver or 'unknown'}, torch {row.torch}, triton {row.triton}, qvit {row.qvit}, "
-        f"seed {row.seed}, {row.date}"
-        for row in rows
-    )
     text = "Microseconds a call in a CUDA graph (in brackets: how many times faster than the fastest SDPA backend"
     if any(comparison.is_shifted for comparison in compare(rows)):
         text += "; of shifted windows, than SDPA on operands given in windows, and than SDPA with the moves of a block"
-    return f"{text}); {'; '.join(machines)}"
+    return f"{text}); {legend_of_machines(rows)}"
 
 
 def format_summary(rows: list[Row]) -> str:
@@ -926,11 +921,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; without a GPU only --markdown and --speed-table are accepted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS), metavar="NAME")
-    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 64, 256], metavar="IMAGES")
-    parser.add_argument("--rounds", type=positive, default=3, help="turns that each method gets")
-    parser.add_argument("--seconds", type=float, default=0.3, help="GPU time for a method's replays in one case")
+    add_measurement_arguments(parser, (1, 8, 64, 256))
     parser.add_argument("--max-gib", type=float, default=24.0, help="skip what needs more GPU memory")
-    parser.add_argument("--seed", type=int, default=0)
     output_help = f"folder for {NAME}.csv and .png; with --speed-table the file to write, by default the package's own"
     parser.add_argument("--output", type=Path, metavar="PATH", help=output_help)
     parser.add_argument("--append", action="store_true", help="keep the other cases of the CSV file that is there")
@@ -940,11 +932,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     instead.add_argument("--speed-table", type=Path, metavar="CSV", help=table_help)
     args = parser.parse_args(arguments)
     measures = args.markdown is None and args.speed_table is None
-    if measures and not torch.cuda.is_available():
-        parser.error(
-            "torch sees no CUDA device here, and speed is measured on nothing else; --markdown and --speed-table need "
-            "none"
-        )
+    if measures:
+        require_gpu(parser, "--markdown and --speed-table")
     args.output = args.output or (RESULTS if measures else speed.PATH)
     return args
 
@@ -962,7 +951,8 @@ def run(args: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the script; returns its exit status."""
     args = parse_arguments(arguments)
-    try:
+
+    def act() -> None:
         if args.markdown is not None:
             print(format_markdown(read_csv(args.markdown)))
         elif args.speed_table is not None:
@@ -971,10 +961,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{len(table['rows'])} rows in {args.output}")
         else:
             run(args)
-    except QvitError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 1 if isinstance(error, MismatchError) else 2
-    return 0
+
+    return exit_status(act)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import sys
 from contextlib import nullcontext
@@ -17,7 +16,6 @@ from qvit.errors import ConfigError
 from qvit.evaluation import timing
 from qvit.evaluation.timing import Measurement, Timing, TurnTimer, count_sets, quantile, repeats, summarize
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bench_attention.py"
 MACHINE = {
     "gpu": "H200",
     "driver": None,
@@ -30,12 +28,8 @@ MACHINE = {
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("bench_attention", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def script(load_script):
+    return load_script("bench_attention")
 
 
 class FakeTimer:
@@ -525,12 +519,8 @@ def test_an_unwritable_speed_table(script, tmp_path) -> None:
         (["--markdown", "x.csv", "--speed-table", "x.csv"], "not allowed with"),
     ],
 )
-def test_arguments_are_refused(script, capsys, monkeypatch, arguments, message) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as exit_:
-        script.main(arguments)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
+def test_arguments_are_refused(script, usage_error, arguments, message) -> None:
+    assert message in usage_error(script, arguments)
 
 
 def test_an_unwritable_output(script, tmp_path) -> None:

@@ -7,7 +7,7 @@ import csv
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from math import nan
@@ -17,11 +17,15 @@ from typing import TypeVar
 import torch
 
 import qvit
-from qvit.errors import ConfigError
+from qvit.errors import ConfigError, QvitError
 
 RowT = TypeVar("RowT")
 Cells = Sequence[Sequence[str]]
 Bars = Sequence[tuple[str, Mapping[str, float | None]]]
+
+
+class MismatchError(QvitError):
+    """The product gives something else than it has to, or nothing."""
 
 
 def describe_machine(seed: int) -> dict:
@@ -47,6 +51,22 @@ def driver_version() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return lines[0] if lines else None
+
+
+def legend_of_machines(rows: Iterable, also: Sequence[str] = ()) -> str:
+    """The GPUs, versions, seeds and dates of rows, each once; ``also`` names more columns of versions."""
+    names = ("torch", "triton", *also, "qvit", "seed")
+    machines = dict.fromkeys(
+        ", ".join(
+            [
+                f"{row.gpu}, driver {row.driver or 'unknown'}",
+                *(f"{name} {getattr(row, name)}" for name in names),
+                row.date,
+            ]
+        )
+        for row in rows
+    )
+    return "; ".join(machines)
 
 
 # ---------------------------------------------------------------- CSV files
@@ -144,11 +164,35 @@ def _draw_panel(axis, groups: Bars, series: Sequence[str]) -> None:
 # ---------------------------------------------------------------- command lines and arithmetic
 
 
+def add_measurement_arguments(parser: argparse.ArgumentParser, batches: Sequence[int]) -> None:
+    """Add the options of every benchmark: --batches, --rounds, --seconds and --seed."""
+    parser.add_argument("--batches", nargs="+", type=positive, default=list(batches), metavar="IMAGES")
+    parser.add_argument("--rounds", type=positive, default=3, help="turns that each method gets")
+    parser.add_argument("--seconds", type=float, default=0.3, help="GPU time for a method's replays in one case")
+    parser.add_argument("--seed", type=int, default=0)
+
+
 def positive(text: str) -> int:
     """An argument that is an integer of at least 1."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
+
+
+def require_gpu(parser: argparse.ArgumentParser, others: str) -> None:
+    """End with a usage error where there is no GPU; ``others`` are the options that need none."""
+    if not torch.cuda.is_available():
+        parser.error(f"torch sees no CUDA device here, and speed is measured on nothing else; {others} need none")
+
+
+def exit_status(action: Callable[[], None]) -> int:
+    """Run a benchmark and print an expected error as one line: 0, 1 where the product is wrong, 2 for the others."""
+    try:
+        action()
+    except QvitError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1 if isinstance(error, MismatchError) else 2
+    return 0
 
 
 def sqnr_db(expected: torch.Tensor, result: torch.Tensor) -> float:
