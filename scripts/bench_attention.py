@@ -718,6 +718,11 @@ def benchmark(args: argparse.Namespace) -> list[Row]:
 # ---------------------------------------------------------------- results
 
 
+def is_shifted(row: Row) -> bool:
+    """True for shifted windows, whose times are of more than an attention."""
+    return isinstance(WORKLOADS.get(row.workload), ShiftedWorkload)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The graph times of one case against the fastest backend of SDPA; None was not measured.
@@ -735,11 +740,6 @@ class Comparison:
     moved: str | None
     moved_us: float | None
     times: dict[str, float | None]
-
-    @property
-    def is_shifted(self) -> bool:
-        """True for shifted windows, whose times are of more than an attention."""
-        return isinstance(WORKLOADS.get(self.row.workload), ShiftedWorkload)
 
     def ratio(self, method: str) -> float | None:
         """How many times faster a method is than the fastest backend."""
@@ -780,7 +780,7 @@ def tables(rows: list[Row]) -> list[list[list[str]]]:
     plain += [
         [*_head(c), *(_cell(c.times[method], c.ratio(method)) for method in COMPARED)]
         for c in comparisons
-        if not c.is_shifted
+        if not is_shifted(c.row)
     ]
     shifted = [["shifted windows", "batch", "best SDPA", "the same with moves", *PRODUCT]]
     shifted += [
@@ -790,7 +790,7 @@ def tables(rows: list[Row]) -> list[list[list[str]]]:
             *(_cell(c.times[method], c.ratio(method), c.moved_ratio(method)) for method in PRODUCT),
         ]
         for c in comparisons
-        if c.is_shifted
+        if is_shifted(c.row)
     ]
     return [lines for lines in (plain, shifted) if len(lines) > 1]
 
@@ -812,7 +812,7 @@ def _cell(time: float | None, *ratios: float | None) -> str:
 def legend(rows: list[Row]) -> str:
     """What the numbers of a table are, and where they come from."""
     text = "Microseconds a call in a CUDA graph (in brackets: how many times faster than the fastest SDPA backend"
-    if any(comparison.is_shifted for comparison in compare(rows)):
+    if any(map(is_shifted, rows)):
         text += "; of shifted windows, than SDPA on operands given in windows, and than SDPA with the moves of a block"
     return f"{text}); {legend_of_machines(rows)}"
 
@@ -876,6 +876,10 @@ def make_speed_table(rows: list[Row], source: str) -> dict:
         ConfigError: Rows of several machines, a GPU of unknown compute capability, or no case with both times.
     """
     names = ("gpu", "driver", "torch", "triton", "qvit")
+    # A module that may choose float is given windows: the times of shifted windows, which include moves, do not apply.
+    rows = [row for row in rows if not is_shifted(row)]
+    if not rows:
+        raise ConfigError(f"{source} has no case of plain attention, with the times of the integer kernel and of SDPA")
     machines = list(dict.fromkeys(tuple(getattr(row, name) for name in names) for row in rows))
     if len(machines) > 1:
         raise ConfigError(f"{source} has rows of several machines or versions: {machines[0]}, {machines[1]}")
@@ -883,8 +887,7 @@ def make_speed_table(rows: list[Row], source: str) -> dict:
     gpu = versions.pop("gpu")
     if gpu not in CAPABILITIES:
         raise ConfigError(f"{source} is of {gpu!r}, whose compute capability is not in CAPABILITIES")
-    # A module that may choose float is given windows: the times of shifted windows, which include moves, do not apply.
-    times = [row for comparison in compare(rows) if not comparison.is_shifted for row in _speed_rows(comparison)]
+    times = [row for comparison in compare(rows) for row in _speed_rows(comparison)]
     if not times:
         raise ConfigError(f"{source} has no case with the times of the integer kernel and of SDPA")
     return {"source": source, "gpu": gpu, "capability": CAPABILITIES[gpu], "versions": versions, "rows": times}

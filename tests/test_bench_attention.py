@@ -497,6 +497,7 @@ def test_what_makes_no_speed_table(script, tmp_path, capsys, make, message) -> N
 def test_shifted_windows_stay_out_of_the_speed_table(script) -> None:
     times = {"qvit fp16 standard": 9.0, "sdpa efficient folded": 20.0}
     rows = speed_rows(script, times, workload="A5s")
+    rows = [dataclasses.replace(row, torch="2.9") for row in rows]  # measured later
     assert len(script.make_speed_table(speed_rows(script) + rows, "x.csv")["rows"]) == 2
     with pytest.raises(ConfigError, match="no case"):
         script.make_speed_table(rows, "x.csv")
