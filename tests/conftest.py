@@ -1,6 +1,9 @@
 """Shared by all tests: Triton's interpreter and a skip where there is no GPU, and poisoned buffers."""
 
+import importlib.util
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +22,35 @@ def poisoned(monkeypatch):
         return x.fill_(float("nan") if x.is_floating_point() else 77)
 
     monkeypatch.setattr(torch, "empty", poison)
+
+
+@pytest.fixture(scope="session")
+def load_script():
+    """Imports a file of scripts/ by its name."""
+
+    def load(name):
+        path = Path(__file__).resolve().parent.parent / "scripts" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def usage_error(capsys, monkeypatch):
+    """What a script says of arguments that it refuses on a machine without a GPU."""
+
+    def call(script, arguments):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(SystemExit) as exit_:
+            script.main(arguments)
+        assert exit_.value.code == 2
+        return capsys.readouterr().err
+
+    return call
 
 
 def pytest_collection_modifyitems(items):

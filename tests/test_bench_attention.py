@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import sys
 from contextlib import nullcontext
@@ -17,7 +16,6 @@ from qvit.errors import ConfigError
 from qvit.evaluation import timing
 from qvit.evaluation.timing import Measurement, Timing, TurnTimer, count_sets, quantile, repeats, summarize
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bench_attention.py"
 MACHINE = {
     "gpu": "H200",
     "driver": None,
@@ -30,12 +28,8 @@ MACHINE = {
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("bench_attention", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def script(load_script):
+    return load_script("bench_attention")
 
 
 class FakeTimer:
@@ -59,7 +53,12 @@ class FakeTimer:
 @pytest.fixture
 def on_cpu(script, monkeypatch):
     """The script on small workloads, with the CPU in the place of a GPU and a made-up clock."""
-    small = (script.Workload("A1", 1, 2, 17, 32), script.Workload("A4", 3, 1, 9, 32))
+    small = (
+        script.Workload("A1", 1, 2, 17, 32),
+        script.Workload("A4", 3, 1, 9, 32),
+        script.ShiftedWorkload("A4s", 4, 2, 9, 32, side=6, shift=1),
+        script.ShiftedWorkload("A7s", 1, 2, 9, 32, side=3, shift=0),
+    )
     monkeypatch.setattr(script, "DEVICE", "cpu")
     monkeypatch.setattr(script, "WORKLOADS", {workload.name: workload for workload in small})
     monkeypatch.setattr(script, "TurnTimer", FakeTimer)
@@ -149,6 +148,7 @@ def test_the_timer_on_a_gpu() -> None:
 
 def test_workloads(script) -> None:
     shapes = {w.name: (w.windows, w.heads, w.tokens, w.head_dim) for w in script.WORKLOADS.values()}
+    shifted = {name: shapes.pop(name) for name in list(shapes) if name.endswith("s")}
     assert list(shapes.items())[:7] == [
         ("A1", (1, 3, 197, 64)), ("A2", (1, 6, 197, 64)), ("A3", (1, 12, 197, 64)), ("A4", (64, 3, 49, 32)),
         ("A5", (16, 6, 49, 32)), ("A6", (4, 12, 49, 32)), ("A7", (1, 24, 49, 32)),
@@ -158,12 +158,15 @@ def test_workloads(script) -> None:
     }
     assert script.WORKLOADS["A4"].elements(8) == 512 * 3 * 49 * 32
     assert script.WORKLOADS["A4"].scores(8) == 512 * 3 * 49 * 49
-    assert sorted(name for names in script.PANELS.values() for name in names) == sorted(shapes)
+    assert shifted == {f"{name}s": shapes[name] for name in ("A4", "A5", "A6", "A7")}
+    images = [(w.side, w.window, w.across, w.shift) for w in script.WORKLOADS.values() if w.name in shifted]
+    assert images == [(56, 7, 8, 3), (28, 7, 4, 3), (14, 7, 2, 3), (7, 7, 1, 0)]
+    assert sorted(name for names in script.PANELS.values() for name in names) == sorted(script.WORKLOADS)
 
 
 def test_operands_are_views_of_one_packed_tensor(on_cpu) -> None:
     case = on_cpu.draw_case(on_cpu.WORKLOADS["A4"], 4, 2, seed=0)
-    assert case.scored == 6
+    assert case.scored_images == 2 and len(case.head(case.floats[0][0])) == 6
     for operands, dtype in ((case.floats[1], torch.float16), (case.integers[1], torch.int8)):
         assert len({x.untyped_storage().data_ptr() for x in operands}) == 1
         assert all(x.shape == (12, 1, 9, 32) and x.stride() == (864, 32, 96, 1) for x in operands)
@@ -189,11 +192,78 @@ def test_what_needs_too_much_memory_is_skipped(script) -> None:
     assert script.excess(workload, 256, "sdpa flash", 1 << 30).startswith("skipped: operands of")
 
 
+# Shifted windows.
+
+
+@pytest.fixture
+def shifted(on_cpu):
+    return on_cpu.draw_case(on_cpu.WORKLOADS["A4s"], 3, 1, seed=0)
+
+
+def test_windows_bias_and_mask_are_those_of_swin(on_cpu, shifted) -> None:
+    from timm.models.swin_transformer import SwinTransformerBlock
+
+    block = SwinTransformerBlock(64, (6, 6), num_heads=2, window_size=3, shift_size=1).eval().double()
+    block.attn.proj = torch.nn.Identity()
+    block.attn.relative_position_bias_table.data.normal_()
+    x = torch.randn(3, 6, 6, 64, dtype=torch.float64)
+    packed = block.attn.qkv(x).reshape(3, 36, 3, 2, 32)
+    case = dataclasses.replace(shifted, packed=[packed], bias=block.attn._get_rel_pos_bias()[0].half())
+    windows = case.attend(*case.floats[0])
+    assert torch.allclose(on_cpu.reverse(windows, case.workload, 3).flatten(2), block._attn(x).flatten(1, 2), atol=2e-3)
+
+
+@pytest.mark.parametrize("form", ["windows", "folded"])
+@pytest.mark.parametrize("name", ["A4s", "A7s"])
+def test_every_form_of_sdpa_gives_the_attention(on_cpu, name, form) -> None:
+    case = on_cpu.draw_case(on_cpu.WORKLOADS[name], 3, 1, seed=0)
+    for build in (on_cpu.masked_sdpa, on_cpu.moved_sdpa):
+        outcome = on_cpu.judge("sdpa", case, build(case, on_cpu.SDPBackend.MATH, form))
+        assert outcome.sqnr_db > 55 and outcome.note
+
+
+def test_the_moves_are_those_of_the_plan(on_cpu, shifted) -> None:
+    image = shifted.packed[0][:, :, 0]
+    windows = on_cpu.partition(image.flatten(2), shifted.workload)
+    assert torch.equal(windows, shifted.cut(image).flatten(2))
+    result = windows.unflatten(-1, (2, 32)).transpose(1, 2)  # as attention gives it
+    for form in (result, result.unflatten(0, (3, 4)).flatten(1, 2)):
+        assert torch.equal(on_cpu.reverse(form, shifted.workload, 3), image)
+
+
+def test_masks_need_no_copy_in_the_backends(shifted) -> None:
+    for mask in (shifted.window_mask, shifted.folded_mask):
+        assert all(stride % 8 == 0 for stride in mask.stride()[:-1]) and mask.stride(-1) == 1
+    assert shifted.folded_mask.stride(0) == 0 and shifted.window_mask.shape == (12, 2, 9, 9)
+
+
+def test_shifted_windows_without_their_mask_are_seen(on_cpu, shifted) -> None:
+    exact = shifted.exact
+    vars(shifted)["additive"] = shifted.bias.expand(4, -1, -1, -1)
+    operator = on_cpu.masked_sdpa(shifted, on_cpu.SDPBackend.MATH, "folded")
+    assert on_cpu.sqnr_db(exact, operator.decode(shifted.head(operator.calls[0]()))) < 10
+
+
+SHIFTED_TIMES = {"qvit fp16 high": 10.0, "sdpa cudnn windows": 50.0, "sdpa efficient folded": 20.0, "eager": 1.0}
+MOVED_TIMES = {"sdpa efficient folded + moves": 50.0, "sdpa efficient windows + moves": 45.0}
+
+
+def test_shifted_windows_have_a_table_of_their_own(script) -> None:
+    rows = fake_rows(script, TIMES) + fake_rows(script, {**SHIFTED_TIMES, **MOVED_TIMES}, "A6s")
+    _, _, plain, _, first, _, header, _, line = script.format_markdown(rows).splitlines()
+    assert plain.startswith("| workload |") and first.startswith("| A1 ")
+    assert header.startswith("| shifted windows | batch | best SDPA | the same with moves | qvit fp16 standard |")
+    assert line == (
+        "| A6s 4x12x49x32 | 8 | efficient folded 20.0 | efficient windows 45.0 | - | 10.0 (2.00x, 4.50x) | - | - |"
+    )
+
+
 # A whole run.
 
 
 def test_a_run_writes_every_method(on_cpu, tmp_path, capsys) -> None:
-    arguments = ["--batches", "1", "3", "--output", str(tmp_path / "new"), "--seed", "5"]
+    plain = ["--workloads", "A1", "A4"]
+    arguments = [*plain, "--batches", "1", "3", "--output", str(tmp_path / "new"), "--seed", "5"]
     assert on_cpu.main(arguments) == 0
     rows = on_cpu.read_csv(tmp_path / "new" / "bench_attention.csv")
     assert [row.case for row in rows[:: len(on_cpu.METHODS)]] == [("A1", 1), ("A1", 3), ("A4", 1), ("A4", 3)]
@@ -213,6 +283,23 @@ def test_a_run_writes_every_method(on_cpu, tmp_path, capsys) -> None:
     printed = capsys.readouterr().out
     assert "A1 1x2x17x32  3      flash 5.0" in printed
     assert "1.0 (5.00x)" in printed
+
+
+def test_a_run_on_shifted_windows_writes_every_method(on_cpu, tmp_path, capsys) -> None:
+    assert on_cpu.main(["--workloads", "A4s", "A7s", "--batches", "3", "--output", str(tmp_path)]) == 0
+    rows = on_cpu.read_csv(tmp_path / "bench_attention.csv")
+    assert [row.method for row in rows] == 2 * list(on_cpu.SHIFTED_METHODS)
+    assert [(row.windows, row.heads, row.tokens, row.head_dim) for row in rows[::15]] == [(4, 2, 9, 32), (1, 2, 9, 32)]
+    for row in rows:
+        if row.method in on_cpu.PRODUCT:
+            assert row.equal is True and row.note == "" and row.sqnr_db > 24
+        elif row.method in ("eager", "sdpa math windows", "sdpa math folded"):
+            assert row.equal is None and row.note == on_cpu.SPARED and row.sqnr_db > 55
+        else:  # the CPU has neither backend
+            assert row.graph_us is None and "backend" in row.note
+    printed = capsys.readouterr().out
+    assert "shifted windows  batch  best SDPA" in printed and "A4s 4x2x9x32     3      math windows 5.0" in printed
+    assert on_cpu.SHIFTED_PRODUCT.keys() == on_cpu.PRODUCT.keys()
 
 
 def test_missing_rivals_are_named_and_have_no_rows(on_cpu, tmp_path, capsys) -> None:
@@ -322,7 +409,8 @@ def test_markdown_needs_no_gpu(script, tmp_path, capsys, monkeypatch) -> None:
 
 
 def test_without_a_rival_there_is_no_ratio(script) -> None:
-    assert script.table(fake_rows(script, {"sdpa flash": None, "qvit fp16 high": 10.0}))[1][2:5] == ["-", "-", "10.0"]
+    (table,) = script.tables(fake_rows(script, {"sdpa flash": None, "qvit fp16 high": 10.0}))
+    assert table[1][2:5] == ["-", "-", "10.0"]
 
 
 def test_the_plot_is_a_picture(script, tmp_path) -> None:
@@ -406,6 +494,15 @@ def test_what_makes_no_speed_table(script, tmp_path, capsys, make, message) -> N
     assert "x.csv" in error and message in error and not (tmp_path / "speed.json").exists()
 
 
+def test_shifted_windows_stay_out_of_the_speed_table(script) -> None:
+    times = {"qvit fp16 standard": 9.0, "sdpa efficient folded": 20.0}
+    rows = speed_rows(script, times, workload="A5s")
+    rows = [dataclasses.replace(row, torch="2.9") for row in rows]  # measured later
+    assert len(script.make_speed_table(speed_rows(script) + rows, "x.csv")["rows"]) == 2
+    with pytest.raises(ConfigError, match="no case"):
+        script.make_speed_table(rows, "x.csv")
+
+
 def test_an_unwritable_speed_table(script, tmp_path) -> None:
     with pytest.raises(ConfigError, match="cannot write the speed table"):
         script.write_speed_table({"rows": []}, tmp_path)
@@ -423,12 +520,8 @@ def test_an_unwritable_speed_table(script, tmp_path) -> None:
         (["--markdown", "x.csv", "--speed-table", "x.csv"], "not allowed with"),
     ],
 )
-def test_arguments_are_refused(script, capsys, monkeypatch, arguments, message) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as exit_:
-        script.main(arguments)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
+def test_arguments_are_refused(script, usage_error, arguments, message) -> None:
+    assert message in usage_error(script, arguments)
 
 
 def test_an_unwritable_output(script, tmp_path) -> None:
