@@ -147,14 +147,14 @@ class QuantizedWindows(QuantizedModule):
         if self.training or "qvit_bias" not in self._buffers:
             return
         bias = self.window_bias(self)
-        self._hold("qvit_bias", bias[None])
+        self._hold("qvit_bias", ops.exponent_bias(bias[None], self.qvit_constants))
         masks = self._buffers.get("qvit_masks")
         if masks is not None and masks.shape[-1] == bias.shape[-1]:  # else the block that changed the window makes them
-            self._hold("qvit_image_bias", ops.pattern_bias(masks, bias, self.num_heads, SHIFT_MASK))
+            bias = ops.pattern_bias(masks, bias, self.num_heads, SHIFT_MASK)
+            self._hold("qvit_image_bias", ops.window_bias(bias, self.qvit_constants))
 
     def _hold(self, name: str, bias: torch.Tensor) -> None:
-        """Keeps a bias in exponent units, in place where that can be: a captured CUDA graph reads its address."""
-        bias = ops.exponent_bias(bias, self.qvit_constants)
+        """Keeps a bias, in place where that can be: a captured CUDA graph reads its address."""
         held = self._buffers.get(name)
         if held is not None and held.shape == bias.shape and not held.is_inference():
             held.copy_(bias)

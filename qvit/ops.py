@@ -112,7 +112,7 @@ def _window_attention(q, k, v, pad, constants, bias, rows, pattern, precision, o
         )
     from qvit.kernels import launch
 
-    if bias is not None:
+    if bias is not None and bias.ndim == 4:
         bias = (bias if bias.stride(-1) == 1 else bias.contiguous()).expand(-1, heads, -1, -1)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = torch.empty(batch, length, heads, head_dim, dtype=out_dtype, device=q.device)
@@ -249,6 +249,7 @@ def window_attention(
     shift: tuple[int, int] = (0, 0),
     pad: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    finite: bool = False,
     shift_mask: float = SHIFT_MASK,
     out_dtype: torch.dtype | None = None,
     precision: str = "standard",
@@ -269,7 +270,8 @@ def window_attention(
         pad: (3, H, D), the q, k and v of a position outside the image: what a zero input projects to, which is the
             projection's bias, normalised where q and k are. None: zeros; int8 operands need it where a window reaches
             beyond the image, for zero is not what a zero is quantized to.
-        bias: Additive bias in natural-log units, broadcastable to (H, N, N).
+        bias: Additive bias in natural-log units, broadcastable to (H, N, N). -inf masks a key.
+        finite: A promise that the bias masks none; on Hopper a faster kernel serves windows of up to 64 tokens then.
         shift_mask: Added where two positions meet in a window only because of the shift; -inf keeps them apart whatever
             the scores.
         out_dtype: int8, float16, bfloat16 or float32; default the type of q.
@@ -303,7 +305,8 @@ def window_attention(
     constants = scales.constants(q.device)
     addend = None
     if bias is not None or plan.masks.any():
-        addend = exponent_bias(pattern_bias(masks, bias, heads, shift_mask), constants)
+        finite = (finite or bias is None) and shift_mask > float("-inf")
+        addend = window_bias(pattern_bias(masks, bias, heads, shift_mask), constants, finite=finite)
     return torch.ops.qvit.window_attention(
         *flat,
         pad.contiguous() if plan.has_pads else None,
@@ -329,6 +332,24 @@ def _unpack(qkv) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     raise BackendError(
         f"qkv must be (B, height, width, 3, H, D), or q, k and v (B, height, width, H, D) each; found {found}"
     )
+
+
+def window_bias(bias: torch.Tensor, constants: torch.Tensor, *, finite: bool | None = None) -> torch.Tensor:
+    """A bias of windows as the operator takes it: packed where it can be, for that is what the fastest kernel reads.
+
+    Args:
+        bias: Float (patterns, H, N, N) in natural-log units; -inf masks a key.
+        constants: int32 (H, 6 * D + 8) on the same device.
+        finite: No key is masked. None: look, which waits for the device.
+
+    Returns:
+        int32 (patterns, H, N, N), or packed as by :func:`qvit.reference.pack_window_bias`.
+    """
+    units = exponent_bias(bias, constants)
+    if bias.shape[-1] > reference.PACKED_KEYS:
+        return units
+    finite = not (units == reference.MASKED).any() if finite is None else finite
+    return reference.pack_window_bias(units) if finite else units
 
 
 def pattern_bias(masks: torch.Tensor, bias: torch.Tensor | None, heads: int, shift_mask: float) -> torch.Tensor:

@@ -143,7 +143,7 @@ def window_attention(
         q, k, v: (B, L, H, D), float or int8, any strides.
         pad: (3, H, D), the q, k and v of a position outside the image, or None: zeros.
         constants: int32 (H, 6 * D + 8).
-        bias: int32 (patterns, H or 1, N, N) in exponent units, or None.
+        bias: int32 (patterns, H or 1, N, N) in exponent units, that or :func:`pack_window_bias` of it, or None.
         rows: int32 (windows, N): the image's position of each position of a window, -1 outside.
         pattern: int32 (windows,): the bias that a window takes.
         precision, out_dtype: As for :func:`attention`.
@@ -157,7 +157,8 @@ def window_attention(
     pads = q.new_zeros(3, heads, head_dim) if pad is None else pad
     q, k, v = (_cut(x, last, index) for x, last in zip((q, k, v), pads, strict=True))
     if bias is not None:
-        bias = bias.expand(-1, heads, -1, -1)[pattern.long()]
+        bias = unpack_window_bias(bias, rows.shape[1]) if bias.ndim == 3 else bias.expand(-1, heads, -1, -1)
+        bias = bias[pattern.long()]
     out = attention(q, k, v, constants, bias, precision=precision, out_dtype=out_dtype)
     image = torch.empty(batch, length + 1, heads, head_dim, dtype=out.dtype, device=out.device)
     image[:, index.flatten()] = out.reshape(batch, index.numel(), heads, head_dim)
@@ -281,6 +282,38 @@ def exponent_bias(bias: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
     below = (bias - torch.where(torch.isfinite(top), top, 0.0)).double() * mult.double()
     units = torch.maximum(below, floor.double()).round().int()
     return torch.where(masked, MASKED, units)
+
+
+# The order of a packed bias: 16 rows a block, in it tiles of 8 keys, in them 8 rows, 4 lanes, both halves of the rows,
+# 2 neighbouring keys. So the accumulators of a product of 16 x 64 lie in a warp, 16 bytes of a thread side by side.
+PACKED_KEYS = 64
+_PACKED = (0, 1, 2, 5, 4, 6, 3, 7)  # from patterns, heads, block, half, row, tile, lane, key
+_UNPACKED = (0, 1, 2, 6, 4, 3, 5, 7)  # and back
+
+
+def pack_window_bias(bias: torch.Tensor) -> torch.Tensor:
+    """A bias of windows in the order in which a warp reads it.
+
+    Args:
+        bias: int32 (patterns, H, N, N) in exponent units, N up to 64; no key is masked, for which the kernel that
+            reads the packed form does not look.
+
+    Returns:
+        int32 (patterns, H, 64 times N rounded up to whole blocks of 16 rows), contiguous.
+    """
+    patterns, heads, tokens, _ = bias.shape
+    blocks = -(-tokens // 16)
+    wide = bias.new_zeros(patterns, heads, 16 * blocks, PACKED_KEYS)
+    wide[:, :, :tokens, :tokens] = bias
+    wide = wide.reshape(patterns, heads, blocks, 2, 8, 8, 4, 2).permute(_PACKED)
+    return wide.reshape(patterns, heads, -1).contiguous()
+
+
+def unpack_window_bias(packed: torch.Tensor, tokens: int) -> torch.Tensor:
+    """What was given to :func:`pack_window_bias`, int32 (patterns, H, tokens, tokens)."""
+    patterns, heads, _ = packed.shape
+    wide = packed.reshape(patterns, heads, -1, 8, 8, 4, 2, 2).permute(_UNPACKED)
+    return wide.reshape(patterns, heads, -1, PACKED_KEYS)[:, :, :tokens, :tokens]
 
 
 # ---------------------------------------------------------------- the published arithmetic (QFlash, arXiv 2604.25306)

@@ -391,12 +391,12 @@ def shifted_product(case: ShiftedCase, kind: str, precision: str) -> Operator:
     scales, constants = case.scales, case.scales.constants(device)
     rows, pattern, masks = case.plan.tensors(device)
     addend = qvit.ops.pattern_bias(masks, case.bias, case.workload.heads, SHIFT_MASK)
-    addend = qvit.ops.exponent_bias(addend, constants)
+    addend = qvit.ops.window_bias(addend, constants)
     unit = scales.o_scale.to(device, torch.float64)[:, None, None] if dtype == torch.int8 else 1.0
 
     def attend(image: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         return torch.ops.qvit.window_attention(
-            image, None, constants, addend, rows, pattern, precision, dtype, backend, scales.half_exact
+            *image.unbind(2), None, constants, addend, rows, pattern, precision, dtype, backend, scales.half_exact
         )
 
     return Operator(

@@ -111,6 +111,17 @@ for high in (False, True):
 """
 
 
+WINDOWS = """
+from qvit.kernels import inspection
+for high in (False, True):
+    for operand in ("*i8", "*fp16"):
+        compiled = inspection.compile_window({tokens}, high=high, operand=operand)
+        assert any("MMA" in op for op in compiled.opcodes)
+        floats = compiled.float_instructions if operand == "*i8" else []
+        print("ROW", len(compiled.instructions), compiled.spill_bytes, compiled.registers, *floats)
+"""
+
+
 def _run(script: Path, *arguments) -> str:
     # The suite may run under Triton's interpreter, which cannot compile: ask a fresh process, from a file, since the
     # compiler reads a kernel's source.
@@ -202,3 +213,20 @@ def test_hopper_kernels_neither_spill_nor_wait_for_each_product(kind, tokens, tm
         assert int(waits) < int(products) / 2, rows  # short of registers, the assembler waits for each
         if kind == "hopper_long" and high == "False":
             assert int(registers) <= 128, rows  # two programs of 256 threads
+
+
+# A window's instructions for a warp, with Triton 3.8: they are the kernel's whole time.
+WINDOW_INSTRUCTIONS = {49: (1856, 2096, 2552, 2808), 64: (2120, 2392, 2992, 3240)}
+
+
+@pytest.mark.parametrize("tokens", WINDOW_INSTRUCTIONS)
+def test_a_warp_takes_a_window_without_spills_or_floats(tokens, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(WINDOWS.format(tokens=tokens))
+    rows = [line.split()[1:] for line in _run(script).splitlines() if line.startswith("ROW")]
+    assert len(rows) == 4
+    for (instructions, spills, registers, *floats), most in zip(rows, WINDOW_INSTRUCTIONS[tokens], strict=True):
+        assert not floats, rows
+        assert int(spills) == 0 and int(registers) <= 128, rows  # sixteen warps on a multiprocessor
+        if triton.__version__ == RECORDED_WITH:
+            assert int(instructions) <= most, rows

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from qvit import Scales
 from qvit import reference as R
 from qvit.errors import BackendError
-from qvit.ops import window_attention
+from qvit.ops import pattern_bias, window_attention, window_bias
 from qvit.windows import plan_windows
 
 CUDA = torch.cuda.is_available()
@@ -64,6 +64,57 @@ def operands(image, dtype=torch.float32, heads=2, dim=16, batch=2):
     bias = torch.randn(heads, window[0] * window[1], window[0] * window[1])
     scales = Scales.from_tensors(*qkv.flatten(1, 2).permute(2, 0, 3, 1, 4).unbind(0))
     return qkv.to(dtype).to(DEVICE), pad.to(dtype).to(DEVICE), bias.to(DEVICE), scales
+
+
+def test_a_packed_bias_lies_as_a_warp_reads_it():
+    bias = torch.arange(2 * 3 * 49 * 49, dtype=torch.int32).reshape(2, 3, 49, 49)
+    packed = R.pack_window_bias(bias)
+    assert packed.shape == (2, 3, 64 * 64)
+    assert torch.equal(R.unpack_window_bias(packed, 49), bias)
+    fragments = packed.reshape(2, 3, 4, 8, 32, 2, 2)  # block, tile of keys, thread, half of the rows, key
+    for block, tile, thread, half, key in [(0, 0, 0, 0, 0), (1, 5, 17, 1, 1), (2, 6, 4, 0, 0), (3, 0, 3, 0, 1)]:
+        row, column = 16 * block + 8 * half + thread // 4, 8 * tile + 2 * (thread % 4) + key
+        assert torch.equal(fragments[:, :, block, tile, thread, half, key], bias[:, :, row, column])
+
+
+SMALL = [image for image in IMAGES if image[2][0] * image[2][1] <= 64]
+EIGHT = (16, 24, (8, 8), (4, 4))
+
+
+@pytest.mark.parametrize("precision", ["standard", "high"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int8][:: 1 if CUDA else 3], ids=str
+)
+@pytest.mark.parametrize("image", [*SMALL, EIGHT] if CUDA else [SMALL[1], SMALL[4]], ids=named)
+@pytest.mark.parametrize("dim", [16, 32] if CUDA else [32], ids="D{}".format)
+def test_a_packed_bias_gives_the_bits_of_the_one_that_is_packed(image, dim, dtype, precision, poisoned):
+    qkv, pad, bias, scales = operands(image, dim=dim)
+    if dtype == torch.int8:
+        qkv, pad = ((x * 30).clamp(-127, 127).round() for x in (qkv, pad))
+    qkv, pad = qkv.to(dtype), pad.to(dtype)
+    plan = plan_windows(*image)
+    rows, pattern, masks = plan.tensors(DEVICE)
+    constants = scales.constants(DEVICE)
+    float_bias = pattern_bias(masks, bias, 2, -100.0)
+    run = lambda b, backend: torch.ops.qvit.window_attention(  # noqa: E731
+        *qkv.flatten(1, 2).unbind(2), pad if plan.has_pads else None, constants, b, rows, pattern, precision, dtype,
+        backend, scales.half_exact,
+    )  # fmt: skip
+    packed = window_bias(float_bias, constants)
+    assert packed.ndim == 3
+    expected = run(window_bias(float_bias, constants, finite=False), "reference")
+    assert torch.equal(run(packed, "reference"), expected)
+    assert torch.equal(run(packed, "triton"), expected)
+
+
+def test_a_bias_that_masks_a_key_is_not_packed():
+    _, _, bias, scales = operands(IMAGES[0])
+    constants = scales.constants(DEVICE)
+    bias = bias[None]
+    assert window_bias(bias, constants).ndim == 3
+    bias[..., 3] = float("-inf")
+    assert window_bias(bias, constants).ndim == 4
+    assert window_bias(torch.zeros(1, 2, 65, 65, device=DEVICE), constants).ndim == 4
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=named)

@@ -9,6 +9,8 @@ import triton.language as tl
 
 from qvit.kernels import numerics
 
+PACKED = tl.constexpr(2)  # for BIAS: 0 for none, 1 for rows of keys, 2 for a packed one
+
 
 @triton.jit
 def _load(ptr, stride_n, stride_d, o_n, o_d, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MASK: tl.constexpr):
@@ -58,6 +60,17 @@ def join_rows(a, b, c, d, DP: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def _packed_rows(o_m):
+    """Of :func:`qvit.reference.pack_window_bias`, and beside it the keys' part of an offset."""
+    return o_m // 16 * 1024 + o_m % 8 * 16 + o_m % 16 // 8 * 2
+
+
+@triton.jit
+def _packed_keys(o_n):
+    return o_n // 8 * 128 + o_n % 8 // 2 * 4 + o_n % 2
+
+
+@triton.jit
 def _scores(
     q, k, bias_ptr, stride_bias_m, o_m, start: tl.constexpr, mult, masked, N: tl.constexpr, W: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr,
@@ -67,9 +80,11 @@ def _scores(
     o_n = start + tl.arange(0, W)
     if BIAS:
         where = (o_m < N)[:, None] & (o_n < N)[None, :]
-        bias = tl.load(
-            bias_ptr + o_m[:, None] * stride_bias_m + o_n[None, :], mask=where, other=masked
-        )  # fmt: skip
+        if BIAS == PACKED:
+            o_b = _packed_rows(o_m)[:, None] + _packed_keys(o_n)[None, :]
+        else:
+            o_b = o_m[:, None] * stride_bias_m + o_n[None, :]
+        bias = tl.load(bias_ptr + o_b, mask=where, other=masked)
         e = tl.where(bias == masked, masked, e * mult + bias)
     elif MASK:
         e = tl.where((o_n < N)[None, :], e, masked)

@@ -373,11 +373,19 @@ def _multiply_high(a, b):
 
 
 @gluon.jit
-def _in_order(x):
-    """Channels back in their order: a thread's are neighbours now."""
+def _in_order(x, PAIRS: gl.constexpr):
+    """Channels back in their order: a thread's are neighbours now.
+
+    PAIRS: column 8n + 2t + e holds channel (DP / 4) t + 2n + e; else (DP / 4) t + (DP / 8) e + n.
+    """
     M: gl.constexpr = x.shape[0]
     DP: gl.constexpr = x.shape[1]
-    x = gl.reshape(gl.permute(gl.reshape(x, [M, DP // 8, 4, 2]), (0, 2, 1, 3)), [M, DP])
+    x = gl.reshape(x, [M, DP // 8, 4, 2])
+    if PAIRS:
+        x = gl.permute(x, (0, 2, 1, 3))
+    else:
+        x = gl.permute(x, (0, 2, 3, 1))
+    x = gl.reshape(x, [M, DP])
     return gl.convert_layout(x, _out(M, DP), assert_trivial=True)
 
 
@@ -390,8 +398,11 @@ def _columns_layout(columns):
 
 
 @gluon.jit
-def _normalise(acc, low, inverse, columns, c_ptr, out_up, D: gl.constexpr, HIGH: gl.constexpr, OUT: gl.constexpr):
-    """numerics.normalise. inverse: [rows, 4] (:func:`_inverse`); columns broadcasts to acc."""
+def _normalise(
+    acc, low, inverse, columns, c_ptr, out_up, D: gl.constexpr, HIGH: gl.constexpr, OUT: gl.constexpr,
+    PAIRS: gl.constexpr = True,
+):  # fmt: skip
+    """numerics.normalise. inverse: [rows, 4] (:func:`_inverse`); columns: as acc; PAIRS: for :func:`_in_order`."""
     acc = columns * 127 - acc
     if HIGH:
         acc = (acc << 2) + ((0 - columns - low + 32) >> 6)
@@ -399,13 +410,13 @@ def _normalise(acc, low, inverse, columns, c_ptr, out_up, D: gl.constexpr, HIGH:
     if OUT == gl.int8:
         o_d = gl.arange(0, acc.shape[1], layout=layout)
         ratio = gl.load(c_ptr + 5 * D + o_d, mask=o_d < D, other=0)
-        out = _multiply_high(_in_order(_multiply_high(acc << out_up, _spread(inverse, acc))), ratio[None, :])
+        out = _multiply_high(_in_order(_multiply_high(acc << out_up, _spread(inverse, acc)), PAIRS), ratio[None, :])
         down = out_up + gl.load(c_ptr + 6 * D + 5) - (26 if HIGH else 28)
         out = (out + (1 << (down - 1))) >> down
         return gl.minimum(gl.maximum(out, -127), 127).to(OUT)
     else:
         unit: gl.constexpr = 2.0**-38 if HIGH else 2.0**-36
-        out = _in_order(acc.to(gl.float32) * _spread(inverse.to(gl.float32) * unit, acc))
+        out = _in_order(acc.to(gl.float32) * _spread(inverse.to(gl.float32) * unit, acc), PAIRS)
         return (out * _vector(c_ptr, 4, D, acc.shape[1], layout)[None, :]).to(OUT)
 
 

@@ -216,6 +216,16 @@ def compile_attention(
     return dataclasses.replace(compiled, scores=block_m * keys / (32 * num_warps))
 
 
+def compile_window(tokens: int, *, head_dim: int = 32, high: bool = False, operand: str = "*i8") -> Compiled:
+    """The kernel that gives a warp a window, for sm_90; operands and result of one pointer type."""
+    from qvit.kernels import window_warp  # needs a newer Triton than the rest
+
+    constexprs = {"N": tokens, "D": head_dim, "PADS": True, "HIGH": high, "OUT_UP": 8, "HALF": True}
+    types = dict.fromkeys(("rows_ptr", "pattern_ptr", "bias_ptr", "constants_ptr"), "*i32")
+    types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "pad_ptr", "out_ptr"), operand)
+    return compile_kernel(window_warp.window_warp_kernel, 90, constexprs, types, num_warps=1)
+
+
 def compile_pack(capability: int, *, head_dim: int = 64, operand: str = "*i8") -> Compiled:
     """The packing kernel for operands of a pointer type; int8 operands are only moved."""
     constexprs = {"D": head_dim, "DP": launch.padded_dim(head_dim), "TILE": launch.TILE}

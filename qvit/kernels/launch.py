@@ -290,7 +290,7 @@ def window_attention(
         q, k, v: (B, L, H, D), channels side by side, otherwise any strides.
         pad: (3, H, D), contiguous, of q's type: what a position outside the image holds; None without any.
         constants: int32 (H, 6 * D + 8).
-        bias: int32 (patterns, H, N, N) in exponent units with unit last stride, or None.
+        bias: int32 (patterns, H, N, N) in exponent units with unit last stride, or packed (patterns, H, ...), or None.
         rows: int32 (windows, N), contiguous: a window's positions in the image, -1 outside it.
         pattern: int32 (windows,): the bias of each window.
         out: Contiguous result, int8 or float.
@@ -300,19 +300,48 @@ def window_attention(
     batch, length, heads, head_dim = q.shape
     windows, tokens = rows.shape
     full, tail = tiles(tokens)
-    strides = (0, 0, 0) if bias is None else bias.stride()[:3]
+    packed = bias is not None and bias.ndim == 3
+    strides = (0, 0, 0) if bias is None else (*bias.stride()[:2], 0) if packed else bias.stride()[:3]
+    in_warps = packed and _fits_warps(q, k, v, pad)
     with _device_guard(q):
         for start in range(0, batch, GRID_Z):
             span = slice(start, start + GRID_Z)
             qs, ks, vs = q[span], k[span], v[span]
+            if in_warps:
+                _window_warps(qs, ks, vs, pad, constants, bias, rows, pattern, out[span], high, out_up, half)
+                continue
             window.window_kernel[(windows, heads, qs.shape[0])](
                 qs, ks, vs, qs if pad is None else pad, rows, pattern, constants if bias is None else bias, constants,
                 out[span], *qs.stride()[:3], *ks.stride()[:3], *vs.stride()[:3], *strides, length, heads,
                 N=tokens, D=head_dim, DP=padded_dim(head_dim), TILE=TILE, TILES=full, TAIL=tail, BLOCK_M=block_m,
-                BIAS=bias is not None, PADS=pad is not None, HIGH=high, INT8_OUT=out.dtype == torch.int8, OUT_UP=out_up,
-                HALF=half, INTERPRET=numerics.INTERPRETED, num_warps=num_warps or (2 if tokens <= TILE else 4),
-                num_stages=1, enable_fp_fusion=False,
+                BIAS=0 if bias is None else 2 if packed else 1, PADS=pad is not None, HIGH=high,
+                INT8_OUT=out.dtype == torch.int8, OUT_UP=out_up, HALF=half, INTERPRET=numerics.INTERPRETED,
+                num_warps=num_warps or (2 if tokens <= TILE else 4), num_stages=1, enable_fp_fusion=False,
             )  # fmt: skip
+
+
+def _fits_warps(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pad: torch.Tensor | None) -> bool:
+    """Whether a warp can take a window: on Hopper, rows in pieces of 16 bytes, 32-bit offsets inside an image."""
+    if not q.is_cuda or not _is_hopper(q.device.index) or q.shape[-1] not in (16, 32):
+        return False
+    tensors = (q, k, v) if pad is None else (q, k, v, pad)
+    size = q.element_size()
+    aligned = all(x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in x.stride()[:-1]) for x in tensors)
+    return aligned and all(q.shape[1] * x.stride(1) < 2**31 for x in (q, k, v))
+
+
+def _window_warps(q, k, v, pad, constants, bias, rows, pattern, out, high, out_up, half) -> None:
+    """A warp for each window and head. See :func:`window_attention`."""
+    from qvit.kernels import window_warp
+
+    batch, length, heads, head_dim = q.shape
+    windows, tokens = rows.shape
+    window_warp.window_warp_kernel[(windows, heads, batch)](
+        q, k, v, q if pad is None else pad, rows, pattern, bias, constants, out,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], length, heads,
+        N=tokens, D=head_dim, PADS=pad is not None, HIGH=high, OUT_UP=out_up, HALF=half,
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def attention_paper(

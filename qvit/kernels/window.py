@@ -55,7 +55,7 @@ def window_kernel(
     BLOCK_M: tl.constexpr, BIAS: tl.constexpr, PADS: tl.constexpr, HIGH: tl.constexpr, INT8_OUT: tl.constexpr,
     OUT_UP: tl.constexpr, HALF: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v (B, L, H, D) -> out (B, L, H, D). Program (w, h, b): window w of image b.
+    """q, k, v (B, L, H, D) -> out (B, L, H, D). Program (w, h, b): window w of image b. BIAS as in fused.py.
 
     rows: int32 (windows, N); pattern: int32 (windows,), which bias (patterns, H, N, N) a window takes; pad: (3, H, D).
     """
