@@ -1,8 +1,8 @@
 """Integer attention for Hopper (sm_90) where a row's scores do not fit in registers: they are made twice.
 
 A program quantizes its head's K and V once, keeps both in shared memory, and takes its blocks of queries one by one: a
-first pass over the keys finds each row's exact maximum, a second makes the weights and sums them against V. Queries go
-from memory to the operand's registers, so that no warp waits for another once K and V are there. The arithmetic and the
+first pass over the keys finds each row's exact maximum, a second makes the weights and sums them against V. Queries are
+loaded into the operand's registers, so that no warp waits for another once K and V are there. The arithmetic and the
 orders of keys and channels are those of hopper.py.
 
 The assembler runs one product after the other, three times as slowly, where a product's result crosses the end of a
