@@ -1,0 +1,63 @@
+"""This library's own arithmetic beside the others: static scales, found here from the operands themselves."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from qvit import ops, reference
+from qvit.baselines.base import Call, Method, check_operands
+from qvit.scales import Scales
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, precision: str
+) -> torch.Tensor:
+    """docs/numerics.md with one scale a tensor and no vectors over channels, as the published methods have it.
+
+    Args:
+        q, k, v: (B, H, N, D), one float type.
+        softmax_scale: Factor of the scores.
+        precision: "standard" or "high".
+
+    Returns:
+        (B, H, N, D) of q's type.
+
+    Raises:
+        BackendError: Operands that do not go together.
+    """
+    constants = _scales(q, k, v, softmax_scale).constants(q.device)
+    return reference.attention(q, k, v, constants, precision=precision).transpose(1, 2)
+
+
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, precision: str) -> Call:
+    """The kernel on int8 operands: (B, N, H, D) int8 at the output's own scale."""
+    scales = _scales(q, k, v, softmax_scale)
+    mults = ((q, scales.q_mult, None), (k, scales.k_mult, scales.k_zero), (v, scales.v_mult, None))
+    operands = [reference.quantize_operand(x, *(None if m is None else m.to(x.device) for m in m)).to(torch.int8)
+                for x, *m in mults]  # fmt: skip
+    scales.constants(q.device)  # built outside of what is timed
+    return lambda: ops.attention(*operands, scales, precision=precision, out_dtype=torch.int8, backend="triton")
+
+
+def _scales(q, k, v, softmax_scale: float) -> Scales:
+    check_operands(q, k, v)
+    return Scales.from_tensors(q, k, v, softmax_scale=softmax_scale, channels=False)
+
+
+def _method(precision: str, weight_bits: int) -> Method:
+    return Method(
+        name=f"qvit_{precision}",
+        title=f"qvit, {precision}",
+        granularity="tensor",
+        source="docs/numerics.md, sections 1 to 4",
+        integer_only=True,
+        attention=functools.partial(attention, precision=precision),
+        prepare=functools.partial(prepare, precision=precision),
+        pv_bits=(weight_bits, 8),
+    )
+
+
+STANDARD = _method("standard", 8)
+HIGH = _method("high", 16)

@@ -1,0 +1,72 @@
+"""QFlash (arXiv 2604.25306): integer attention in tiles of 64 keys, and its published code's kernel.
+
+Two arithmetics. ``qflash`` is that of the published code, ``qflash_text`` that of Algorithm 1 as printed, which floors
+where the code rounds. ``qvit.reference.attention_paper`` defines both; docs/numerics.md, section 6, says where it and
+the published code differ.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qvit import reference
+from qvit.baselines.base import Call, Method, check_operands
+
+
+def _quantized(q, k, v, softmax_scale: float, text: bool) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """int8 q, k, v (one scale a tensor), the integer constants, and v's scale."""
+    check_operands(q, k, v)
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (reference.quantize_tensor(x) for x in (q, k, v))
+    return [q8, k8, v8], reference.paper_constants(q_scale, k_scale, softmax_scale, text=text), v_scale
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, text: bool = False
+) -> torch.Tensor:
+    """QFlash: (B, H, N, D) float in and out, scales found from the operands.
+
+    Args:
+        q, k, v: (B, H, N, D), one float type.
+        softmax_scale: Factor of the scores.
+        text: Algorithm 1 as printed instead of the published code.
+
+    Returns:
+        (B, H, N, D) of q's type.
+
+    Raises:
+        BackendError: Operands that do not go together.
+    """
+    operands, constants, v_scale = _quantized(q, k, v, softmax_scale, text)
+    out = reference.attention_paper(*operands, constants, text=text)
+    return (out.transpose(1, 2) * v_scale).to(q.dtype)
+
+
+def text_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+    """:func:`attention` as Algorithm 1 prints it."""
+    return attention(q, k, v, softmax_scale, text=True)
+
+
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> Call:
+    """The kernel on int8 operands, as the published benchmark times it: (B, N, H, D) int8 at v's scale."""
+    operands, constants, _ = _quantized(q, k, v, softmax_scale, False)
+    return lambda: torch.ops.qvit.attention_paper(*operands, constants, None, False, "triton")
+
+
+QFLASH = Method(
+    name="qflash",
+    title="QFlash (published code)",
+    granularity="tensor",
+    source="QFlash, arXiv 2604.25306, the published code",
+    integer_only=True,
+    attention=attention,
+    prepare=prepare,
+)
+QFLASH_TEXT = Method(
+    name="qflash_text",
+    title="QFlash (as printed)",
+    granularity="tensor",
+    source="QFlash, arXiv 2604.25306, Algorithm 1",
+    integer_only=True,
+    attention=text_attention,
+    prepare=None,
+)
