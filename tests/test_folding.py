@@ -7,6 +7,7 @@ else takes an image that they divide. The float host alone decides: see `pads`.
 import copy
 import pickle
 from functools import cache
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -266,8 +267,11 @@ def other_size(family):
 
 @torch.no_grad()
 @every_family
-def test_another_input_size_finds_its_windows(family):
-    """The same bits as a model that had the size before it was quantized, with the scales of the first size."""
+def test_another_input_size_finds_its_windows(family, monkeypatch):
+    """The same bits as a model that had the size before it was quantized, with the scales of the first size.
+
+    A host that stops midway, as older ones do where they cannot pad, moves its own windows until it has a size.
+    """
     size, window = other_size(family)
     model, other = create(family=family), create(family=family)
     calibration = qvit.calibrate(model, [images(model)])
@@ -282,6 +286,16 @@ def test_another_input_size_finds_its_windows(family):
     result = model(y)
     assert same(result, moved(model, y)) and 0 < (result - floats).norm() / floats.norm() < 0.1
     assert torch.equal(result, qvit.quantize(other, calibration)(y))
+    block = blocks(model)[1]
+    x = normal(1, *block.qvit_image[0], 32)
+    resize = lambda: block.set_input_size(tuple(x.shape[1:3]), window_size=(window, window))  # noqa: E731
+    assert block.reads_image(x)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="midway"):
+        patch.setattr(FAMILIES[family][1], "get_attn_mask", Mock(side_effect=RuntimeError("midway")))
+        resize()
+    assert not block.reads_image(x)
+    resize()
+    assert block.reads_image(x)
 
 
 @torch.no_grad()
