@@ -239,6 +239,8 @@ class FoldedBlock:
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
         """Changes the size as the host does, and finds the windows anew; the scales stay as calibrated."""
+        # An older host stops midway at a size that its windows do not divide: until it has one, windows are its own.
+        self.qvit_image = (None, False)
         super().set_input_size(*args, **kwargs)
         plan = self._plan_of(self)
         if plan is None:
