@@ -22,11 +22,17 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_s
     return torch.softmax(q @ k.mT * softmax_scale, -1) @ v
 
 
-def round_to_int8(x: torch.Tensor, granularity: str) -> torch.Tensor:
-    """x as int8 would hold it, with the scales of a granularity; float64."""
-    x = x.double()
-    scale = x.abs().amax(GRANULARITIES[granularity], keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / QMAX
-    return (x / scale).round() * scale
+def quantize(x: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 x and its float32 scales, which have one entry along the axes that share them."""
+    top = x.abs().amax(GRANULARITIES[granularity], keepdim=True).float()
+    scale = top.clamp_min(torch.finfo(torch.float32).tiny) / QMAX
+    return (x.float() / scale).round().to(torch.int8), scale
+
+
+def _as_int8(x: torch.Tensor, granularity: str) -> torch.Tensor:
+    """x as int8 holds it, in float64."""
+    integers, scale = quantize(x, granularity)
+    return integers.double() * scale.double()
 
 
 def int8_attention(
@@ -34,9 +40,7 @@ def int8_attention(
 ) -> torch.Tensor:
     """Exact softmax on int8 q, k and v: what a granularity allows at best."""
     rows = "head" if granularity == "token" else granularity
-    return exact_attention(
-        round_to_int8(q, granularity), round_to_int8(k, granularity), round_to_int8(v, rows), softmax_scale
-    )
+    return exact_attention(_as_int8(q, granularity), _as_int8(k, granularity), _as_int8(v, rows), softmax_scale)
 
 
 def count_scales(heads: int, tokens: int, granularity: str) -> int:
