@@ -8,7 +8,11 @@ from collections.abc import Callable
 
 import torch
 
+from qvit import ops
 from qvit.errors import BackendError
+from qvit.scales import QMAX
+
+KEY_TILE = 64  # keys of a tile of the online softmaxes; their running maximum makes it part of the arithmetic
 
 Call = Callable[[], torch.Tensor]
 
@@ -63,3 +67,72 @@ def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         found = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         raise BackendError(f"q, k and v must share a float type and a device, found {found}")
+
+
+def check_kernel(device: torch.device) -> None:
+    """Refuses a device that Triton's kernels cannot run on, before anything is launched.
+
+    Raises:
+        BackendError: Neither a GPU that Triton serves, nor a CPU under Triton's interpreter.
+    """
+    ops.select_backend(device, "triton")
+
+
+def integer_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b of integers, exact, int64.
+
+    As a floating-point product, which every device has and which is exact while its sums are: float32 inside 2^24 (of
+    8-bit operands 1,040 terms on the CPU), else float64.
+    """
+    wide = a.device.type != "cpu" or a.shape[-1] * 128 * 127 > 1 << 24
+    dtype = torch.float64 if wide else torch.float32
+    with torch.autocast(a.device.type, enabled=False):
+        return (a.to(dtype) @ b.to(dtype)).long()
+
+
+def dyadic(ratio: torch.Tensor) -> torch.Tensor:
+    """A positive ratio as int64 (2,): multiplier in 2^30 .. 2^31 and right shift (I-BERT and I-ViT's dyadic numbers).
+
+    A shift beyond 62 takes every product to 0, so it is held there.
+    """
+    mantissa, exponent = torch.frexp(ratio.double())
+    return torch.stack([torch.round(mantissa * 2**31).long(), (31 - exponent).long().clamp(1, 62)])
+
+
+def requantize(x: torch.Tensor, multiplier: torch.Tensor, limit: int = QMAX) -> torch.Tensor:
+    """x (int64, as an int32 holds it) by a :func:`dyadic` number, rounded half up, held in -limit .. limit."""
+    mult, shift = multiplier
+    return ((x * mult + (1 << (shift - 1))) >> shift).clamp(-limit, limit)
+
+
+def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric, one scale a token: int8 (B, H, N, D) and float32 scales (B, H, N)."""
+    x = x.float()
+    scale = x.abs().amax(-1) / QMAX
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (x / scale[..., None]).round().clamp(-QMAX, QMAX).to(torch.int8), scale
+
+
+def online_softmax(
+    scores: torch.Tensor, weigh: Callable[[torch.Tensor, slice], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention's softmax over tiles of keys, in float32.
+
+    Args:
+        scores: (B, H, N, N) float32, in octaves: softmax of 2 to them.
+        weigh: (p, keys) -> the product of a tile's weights 2^(score - running maximum) with the values of these keys.
+
+    Returns:
+        Accumulator (B, H, N, D) and row sum (B, H, N, 1); their ratio is the attention.
+    """
+    top = torch.full_like(scores[..., :1], -math.inf)
+    acc, row_sum = torch.zeros((), device=scores.device), torch.zeros_like(top)
+    for start in range(0, scores.shape[-1], KEY_TILE):
+        keys = slice(start, start + KEY_TILE)
+        new_top = torch.maximum(top, scores[..., keys].amax(-1, keepdim=True))
+        weight = torch.exp2(scores[..., keys] - new_top)
+        release = torch.exp2(top - new_top)
+        row_sum = row_sum * release + weight.sum(-1, keepdim=True)
+        acc = acc * release + weigh(weight, keys)
+        top = new_top
+    return acc, row_sum

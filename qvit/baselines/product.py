@@ -7,7 +7,7 @@ import functools
 import torch
 
 from qvit import ops, reference
-from qvit.baselines.base import Call, Method, check_operands
+from qvit.baselines.base import Call, Method, check_kernel, check_operands
 from qvit.scales import Scales
 
 
@@ -26,13 +26,19 @@ def attention(
 
     Raises:
         BackendError: Operands that do not go together.
+        CalibrationError: Operands that no scale can be found from, such as zeros.
     """
     constants = _scales(q, k, v, softmax_scale).constants(q.device)
     return reference.attention(q, k, v, constants, precision=precision).transpose(1, 2)
 
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, precision: str) -> Call:
-    """The kernel on int8 operands: (B, N, H, D) int8 at the output's own scale."""
+    """The kernel on int8 operands: (B, N, H, D) int8 at the output's own scale.
+
+    Raises:
+        BackendError: Operands that do not go together, or a device that Triton cannot serve.
+    """
+    check_kernel(q.device)
     scales = _scales(q, k, v, softmax_scale)
     mults = ((q, scales.q_mult, None), (k, scales.k_mult, scales.k_zero), (v, scales.v_mult, None))
     operands = [reference.quantize_operand(x, *(None if m is None else m.to(x.device) for m in m)).to(torch.int8)
