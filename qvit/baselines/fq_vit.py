@@ -3,8 +3,10 @@
 As published: activations are 8 bits without a sign, by their minimum and maximum, one scale and zero point for q, k and
 v together; the scores are requantized in the same manner; i-exp (I-BERT's) gives the exponentials; the logarithm to
 base 2 of sum / exponential, rounded, is the 4-bit weight; and the product with v is a sum of shifted values. The
-weights of a row do not sum to 1, which is most of its error here: at 4 bits a weight is off by up to a factor 1.5. Where a
-step of the scores is worth more than 1.67 (natural log), the polynomial's integers are 0 and every key weighs the same.
+weights of a row do not sum to 1, which is most of its error here: at 4 bits a weight is off by up to a factor 1.5.
+
+Where a step of the scores is worth more than 1.67 (natural log), the polynomial's integers are 0 and every key weighs
+the same.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ from qvit import reference
 from qvit.baselines.base import Call, Method, check_kernel, check_operands
 
 
-def _quantized(q, k, v, softmax_scale: float, text: bool) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+def quantize(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, text: bool = False
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """int8 q, k, v (one scale a tensor), the integer constants, and v's scale."""
     check_operands(q, k, v)
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = (reference.quantize_tensor(x) for x in (q, k, v))
@@ -39,7 +41,7 @@ def attention(
     Raises:
         BackendError: Operands that do not go together.
     """
-    operands, constants, v_scale = _quantized(q, k, v, softmax_scale, text)
+    operands, constants, v_scale = quantize(q, k, v, softmax_scale, text=text)
     out = reference.attention_paper(*operands, constants, text=text)
     return (out.transpose(1, 2) * v_scale).to(q.dtype)
 
@@ -56,7 +58,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: fl
         BackendError: Operands that do not go together, or a device that Triton cannot serve.
     """
     check_kernel(q.device)
-    operands, constants, _ = _quantized(q, k, v, softmax_scale, False)
+    operands, constants, _ = quantize(q, k, v, softmax_scale)
     return lambda: torch.ops.qvit.attention_paper(*operands, constants, None, False, "triton")
 
 
