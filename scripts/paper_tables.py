@@ -18,10 +18,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
+from statistics import median
 
 import torch
 from tqdm import tqdm
@@ -42,6 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS, RESULTS, PAGE = ROOT / "configs", ROOT / "docs" / "results", ROOT / "docs" / "paper_tables.md"
 NEEDS_GPU, NO_KERNEL = "needs a GPU", "no kernel"
 SPEED_UP = "speed-up over I-ViT"
+MEDIAN = "median dB"
 RIVAL, FLOAT = "i_vit", "flash_attention_2"  # of the speed-ups, and of the energy's ratio
 WORKLOADS = {workload.name: workload for workload in PAPER_WORKLOADS}
 VIT, SWIN = ("A1", "A2", "A3"), ("A4", "A5", "A6", "A7")
@@ -50,7 +52,7 @@ COUNTED_BATCH, ABLATION_BATCH = 8, 1024
 CAPTURED_IMAGES = 4
 MAX_SET_BYTES = 8 << 30
 
-# Least SQNR of this library's rows, in dB: of "standard" and "high" on each input.
+# Least SQNR of this library's rows in dB, on A2 and A7, the median of the draws.
 FLOORS = {"uniform": {"qvit_standard": (34.0, 34.0), "qvit_high": (36.5, 37.5)},
           "Gaussian": {"qvit_standard": (30.0, 30.0), "qvit_high": (34.5, 34.5)}}  # fmt: skip
 
@@ -184,7 +186,9 @@ def capture_operands(session: Session, name: str) -> Operands:
     model = model.to(session.args.device)
     captures = capture_cores(model, images)
     found = captures[len(captures) // 2]
-    setting = f"{found.layer}, {len(images)} pictures of {source}" + ", its bias left out" * (found.core.bias is not None)
+    setting = f"{found.layer}, {len(images)} pictures of {source}" + ", its bias left out" * (
+        found.core.bias is not None
+    )
     q, k, v = (x.contiguous() for x in found.core[:3])
     case = f"{Path(name).stem} {'x'.join(map(str, q.shape[1:]))}"
     return Operands(case, q, k, v, found.softmax_scale, setting)
@@ -227,7 +231,9 @@ def timed_calls(session: Session, workload: Workload, batch: int, methods: dict[
     return {name: [method.prepare(*x.arguments) for x in drawn] for name, method in methods.items()}
 
 
-def time_methods(session: Session, workload: Workload, batch: int, methods: dict[str, Method]) -> dict[str, float | str]:
+def time_methods(
+    session: Session, workload: Workload, batch: int, methods: dict[str, Method]
+) -> dict[str, float | str]:
     """Microseconds a call in a CUDA graph, of methods that take turns; or why there are none."""
     cells: dict[str, float | str] = {name: NO_KERNEL for name, method in methods.items() if method.prepare is None}
     kernels = {name: method for name, method in methods.items() if method.prepare is not None}
@@ -243,9 +249,9 @@ def time_methods(session: Session, workload: Workload, batch: int, methods: dict
     return cells | {name: measured.graph.median for name, measured in timer.run().items()}
 
 
-def ratio(cell: float | str | None, of: float | str | None, missing: str = NEEDS_GPU) -> float | str:
-    """One number as a part of another, or the text that one of them is."""
-    texts = [missing if x is None else x for x in (cell, of) if not isinstance(x, float)]
+def ratio(cell: float | str, of: float | str) -> float | str:
+    """One number as a part of another, or the text that one of them is: that the second is not there comes first."""
+    texts = [x for x in (of, cell) if isinstance(x, str)]
     return texts[0] if texts else cell / of
 
 
@@ -255,7 +261,7 @@ def figure3(session: Session) -> Iterator[Row]:
         speed_ups: dict[str, dict[str, float | str]] = {}
         for workload in PAPER_WORKLOADS:
             times = time_methods(session, workload, batch, session.methods)
-            speed_ups[workload.name] = {m: ratio(times.get(RIVAL), x, f"no {RIVAL}") for m, x in times.items()}
+            speed_ups[workload.name] = {m: ratio(times.get(RIVAL, f"no {RIVAL}"), x) for m, x in times.items()}
             for quantity, cells in (("us", times), (SPEED_UP, speed_ups[workload.name])):
                 for method, cell in cells.items():
                     yield session.row(f"{workload.name}, batch {batch}", method, quantity, cell)
@@ -302,14 +308,14 @@ def table3(session: Session) -> Iterator[Row]:
     """Energy a call on A2, as counted and above idle, and how much of FlashAttention-2's that is."""
     energies = measure_energies(session)
     case = f"A2, batch {COUNTED_BATCH}"
+    rival = energies.get(FLOAT, f"no {FLOAT}")
+    of = rival.total if isinstance(rival, counters.Energy) else rival
     for method, cell in energies.items():
         known = isinstance(cell, counters.Energy)
         total, above = (cell.total, cell.above_idle) if known else (cell, cell)
-        rival = energies.get(FLOAT)
-        of = rival if not isinstance(rival, counters.Energy) else rival.total
         yield session.row(case, method, "uJ a call", total)
         yield session.row(case, method, "uJ above idle", above)
-        yield session.row(case, method, "of FlashAttention-2", ratio(total, of, f"no {FLOAT}"))
+        yield session.row(case, method, "of FlashAttention-2", ratio(total, of))
 
 
 def measure_energies(session: Session) -> dict[str, counters.Energy | str]:
@@ -327,9 +333,7 @@ def measure_energies(session: Session) -> dict[str, counters.Energy | str]:
         for call in calls:
             call()
         graph = capture(calls)
-        energies[method] = counters.measure_energy(
-            counter, graph.replay, len(calls), session.args.energy_seconds, idle
-        )
+        energies[method] = counters.measure_energy(counter, graph.replay, len(calls), session.args.energy_seconds, idle)
     return energies
 
 
@@ -342,6 +346,22 @@ def table4(session: Session) -> Iterator[Row]:
         exact = studies.exact_attention(*operands.arguments)
         for name, method in session.methods.items():
             yield from judge(session, operands, name, partial(method.attention, *operands.arguments), exact)
+    for kind in INPUTS:
+        for name in ACCURACY_WORKLOADS:
+            yield from spread_over_draws(session, WORKLOADS[name], kind)
+
+
+def spread_over_draws(session: Session, workload: Workload, kind: str) -> Iterator[Row]:
+    """How far a random input's SQNR hangs on the draw, the one of `seed` and those after it."""
+    found: dict[str, list[float]] = {name: [] for name in session.methods}
+    for i in range(session.args.draws):
+        operands = draw(workload, 1, kind, session, session.args.seed + i)
+        exact = studies.exact_attention(*operands.arguments)
+        for name, method in session.methods.items():
+            found[name].append(sqnr_db(exact, method.attention(*operands.arguments)))
+    for name, values in found.items():
+        for quantity, value in zip(("lowest dB", MEDIAN, "highest dB"), (min(values), median(values), max(values))):
+            yield session.row(operands.case, name, quantity, value, f"{operands.setting}, {len(values)} draws")
 
 
 def judge(session: Session, operands: Operands, name: str, action: Call, exact: torch.Tensor) -> Iterator[Row]:
@@ -362,7 +382,7 @@ def check_floors(rows: Iterable[Row]) -> None:
         MismatchError: One is.
     """
     least = {
-        (f"{workload} {kind}", method, "SQNR dB"): floor
+        (f"{workload} {kind}", method, MEDIAN): floor
         for kind, floors in FLOORS.items()
         for method, pair in floors.items()
         for workload, floor in zip(ACCURACY_WORKLOADS, pair)
@@ -375,7 +395,7 @@ def check_floors(rows: Iterable[Row]) -> None:
 
 # ---------------------------------------------------------------- Table 5: accuracy of models
 
-# These run as they do in a quantized model, with static scales or the paper's dynamic ones; the others replace the core.
+# These run as in a quantized model, with static scales or the paper's dynamic ones; the others replace the core.
 AS_MODULES = {
     "qvit_standard": SETTINGS["standard"],
     "qvit_high": SETTINGS["high"],
@@ -461,7 +481,9 @@ def challenge2(session: Session) -> Iterator[Row]:
     per_thread = costs.LENGTH * costs.BLOCK / (32 * costs.WARPS)
     for capability in CAPABILITIES:
         count = partial(count_chain, costs, capability)
-        cells = {x: "Triton's interpreter compiles nothing" if numerics.INTERPRETED else count(x) for x in costs.OPERATIONS}
+        cells = {
+            x: "Triton's interpreter compiles nothing" if numerics.INTERPRETED else count(x) for x in costs.OPERATIONS
+        }
         yield from chain_rows(session, f"sm_{capability}", "instructions", cells, per_thread)
     times = time_chains(session, costs) if session.on_gpu else dict.fromkeys(costs.OPERATIONS, NEEDS_GPU)
     yield from chain_rows(session, "time", "ps", times, CHAINS * costs.LENGTH / 1e6)
@@ -521,7 +543,8 @@ def challenge3(session: Session) -> Iterator[Row]:
 def granular_actions(operands: Operands) -> dict[str, Call]:
     """int8 operands with exact softmax, then this library's arithmetic, for which scores have to share a scale."""
     exact = {
-        f"exact softmax, per {x}": partial(studies.int8_attention, *operands.arguments, x) for x in studies.GRANULARITIES
+        f"exact softmax, per {x}": partial(studies.int8_attention, *operands.arguments, x)
+        for x in studies.GRANULARITIES
     }
     product = {
         f"qvit {precision}, per {granularity}{', vectors over channels' * channels}": partial(
@@ -547,7 +570,9 @@ def time_quantization(session: Session) -> dict[str, float | str]:
     operands = draw(WORKLOADS["A2"], COUNTED_BATCH, "uniform", session)
     timer = TurnTimer(session.args.rounds, session.args.seconds)
     for granularity in studies.GRANULARITIES:
-        timer.add(granularity, [partial(lambda g: [studies.quantize(x, g) for x in operands.arguments[:3]], granularity)])
+        timer.add(
+            granularity, [partial(lambda g: [studies.quantize(x, g) for x in operands.arguments[:3]], granularity)]
+        )
     return {granularity: measured.graph.median for granularity, measured in timer.run().items()}
 
 
@@ -571,7 +596,7 @@ ABLATION: dict[str, tuple[Callable, str | None]] = {
 
 
 def ablation(session: Session) -> Iterator[Row]:
-    """From float to integers, step by step: accuracy by definitions with one scale a tensor, time by kernels there are."""
+    """From float to integers, step by step: accuracy by definitions with one scale a tensor, time by kernels."""
     for kind in INPUTS:
         operands = draw(WORKLOADS["A2"], 1, kind, session)
         exact = studies.exact_attention(*operands.arguments)
@@ -646,9 +671,10 @@ TABLES = {
     ),
     "4": Table(
         "Table 4: accuracy of the operators",
-        "Against float64 attention of the same operands. A2 and A7 are one image; the paper's input is `uniform`. The "
-        "last cases are q, k and v of the middle attention layer of a model. This library's rows have float output and "
-        "one scale a tensor, found from the operands, as the published methods have.",
+        "Against float64 attention of the same operands. A2 and A7 are one image; the paper's input is `uniform`; "
+        "`SQNR dB` and `MSE` are of the draw of the seed, the rest of several draws. The last cases are q, k and v of "
+        "the middle attention layer of a model. This library's rows have float output and one scale a tensor, found "
+        "from the operands, as the published methods have.",
         table4,
         ("SQNR dB",),
     ),
@@ -663,9 +689,9 @@ TABLES = {
     ),
     "c1": Table(
         "Challenge 1: the accumulator's scale",
-        "QFlash's accumulator after each tile of 64 keys. Without ScaleRelease its scale grows by the units of 1.0 with "
-        "each tile: `largest, bits` is what the accumulator would need, SQNR what int32 leaves of it (against exact "
-        "attention over the keys so far).",
+        "QFlash's accumulator after each tile of 64 keys. Without ScaleRelease each tile multiplies its scale by the "
+        "units of 1.0: `largest, bits` is what the accumulator would need, SQNR what int32 leaves of it (against "
+        "exact attention over the keys so far).",
         challenge1,
         ("largest, bits", "SQNR dB"),
     ),
@@ -682,7 +708,7 @@ TABLES = {
         "Challenge 3: granularity",
         "int8 q, k and v with exact softmax, which no integer arithmetic surpasses; then this library's, whose scores "
         "have to share a scale in a head: per token there is none. `vectors over channels` is what a quantized model "
-        "has: K's middle, q and k balanced, a scale for each channel of V. `scales` counts those of an image or window.",
+        "has: K's middle, q and k balanced, a scale for each channel of V. `scales` are those of an image or window.",
         challenge3,
         ("SQNR dB",),
     ),
@@ -765,6 +791,11 @@ def title_of(method: str) -> str:
     return METHODS[method].title if method in METHODS else method
 
 
+def missing(rows: list[Row]) -> str:
+    """What a table without any number lacks; empty for one that has a number."""
+    return "" if any(row.value is not None for row in rows) else ", ".join(dict.fromkeys(row.text for row in rows))
+
+
 def write_plot(table: Table, rows: list[Row], path: Path) -> None:
     """Bars of the table's plotted quantities, a panel each; nothing where none of them has a number."""
     drawn = [row for row in rows if row.quantity in table.plots and row.value is not None and isfinite(row.value)]
@@ -829,11 +860,10 @@ def make_page(folder: Path, page: Path) -> str:
 
 
 def section(name: str, rows: list[Row], plots: str | None) -> list[str]:
-    """The parts of a table on the page: a table without any number is one line."""
+    """The parts of a table on the page."""
     table = TABLES[name]
     parts = [f"## {table.title}", table.about]
-    if all(row.value is None for row in rows):
-        reasons = ", ".join(dict.fromkeys(row.text for row in rows if row.text))
+    if reasons := missing(rows):
         parts.append(f"Not measured yet: {reasons}. `python scripts/paper_tables.py {table.command}` does.")
         rows = [row for row in rows if row.paper is not None]
     elif plots is not None:
@@ -848,18 +878,92 @@ def differences(tables: dict[str, list[Row]]) -> list[str]:
     both = [(n, r) for n, rows in tables.items() for r in rows if r.value is not None and r.paper is not None]
     lines = [["table", "case", "method", "quantity", "here", "paper", "difference", "source of the paper's"]]
     lines += [
-        [n, r.case, title_of(r.method), r.quantity, r.cell, format_number(r.paper), f"{r.value - r.paper:+.2f}", r.source]
+        [
+            n,
+            r.case,
+            title_of(r.method),
+            r.quantity,
+            r.cell,
+            format_number(r.paper),
+            f"{r.value - r.paper:+.2f}",
+            r.source,
+        ]
         for n, r in both
     ]
     rows = {(name, *row.key): row.value for name, found in tables.items() for row in found if row.value is not None}
     parts = ["## Beside the paper"]
     if both:
         parts.append("\n".join(results.markdown_table(lines)))
-    parts += [text for explain in EXPLANATIONS if (text := explain(rows))]
+    parts += explain(rows)
     return parts if len(parts) > 1 else []
 
 
-EXPLANATIONS: tuple[Callable[[dict], str | None], ...] = ()
+# Sentences about what was measured, with the rows whose numbers they name; one whose rows are missing is left out.
+EXPLANATIONS: tuple[tuple[str, dict[str, tuple[str, str, str, str]]], ...] = (
+    (
+        "**QFlash's input is kind to it.** On uniform operands of +-4 the published arithmetic has {uniform:.1f} dB on "
+        "A2, on unit Gaussian ones {gaussian:.1f}, where int8 q, k and v with exact softmax allow {ceiling:.1f}. The "
+        "ablation says where it goes: up to the integer exponent {exponent:.1f} dB are left, and the last step "
+        "(integer accumulation, and an int8 output at V's scale, truncated) leaves {accumulation:.1f}.",
+        {
+            "uniform": ("4", "A2 uniform", "qflash", "SQNR dB"),
+            "gaussian": ("4", "A2 Gaussian", "qflash", "SQNR dB"),
+            "ceiling": ("c3", "A2 Gaussian", "exact softmax, per tensor", "SQNR dB"),
+            "exponent": ("ablation", "A2 Gaussian", "+ integer exponent", "SQNR dB"),
+            "accumulation": ("ablation", "A2 Gaussian", "+ integer accumulation", "SQNR dB"),
+        },
+    ),
+    (
+        "**QFlash on A7.** The arithmetic of the published code gives {code_low:.1f} to {code_high:.1f} dB over the "
+        "draws, Algorithm 1 as printed {text_low:.1f} to {text_high:.1f}; on A2 they give {code_a2_low:.1f} to "
+        "{code_a2_high:.1f} and {text_a2_low:.1f} to {text_a2_high:.1f}. Which of the two the paper's figures are of "
+        "was not found.",
+        {
+            f"{name}{place}_{end}": ("4", case, method, quantity)
+            for name, method in (("code", "qflash"), ("text", "qflash_text"))
+            for place, case in (("", "A7 uniform"), ("_a2", "A2 uniform"))
+            for end, quantity in (("low", "lowest dB"), ("high", "highest dB"))
+        },
+    ),
+    (
+        "**I-ViT hangs on the draw.** Its SQNR is {low:.1f} to {high:.1f} dB on A2 (median {middle:.1f}) and "
+        "{low7:.1f} to {high7:.1f} on A7 ({middle7:.1f}): a natural-log unit is a few steps of its int8 scores, and "
+        "Shiftmax rounds it to a whole number of them, so that the largest score of a draw sets the exponential's "
+        "base. The paper's figures are of one draw.",
+        {
+            f"{name}{place}": ("4", case, "i_vit", quantity)
+            for place, case in (("", "A2 uniform"), ("7", "A7 uniform"))
+            for name, quantity in (("low", "lowest dB"), ("high", "highest dB"), ("middle", MEDIAN))
+        },
+    ),
+    (
+        "**The challenges.** Without ScaleRelease the accumulator needs {bits:.0f} bits after three tiles, and int32 "
+        "leaves {wrapped:.1f} dB of the {released:.1f} with it. A division costs {division:.1f} instructions on sm_90, "
+        "a shift {shift:.1f} and a scale release {release:.1f}. One scale for each token allows {token:.1f} dB on A2's "
+        "Gaussian input, one for the tensor {tensor:.1f}; with this library's vectors over channels, whose scores "
+        "still share a scale, high precision has {product:.1f}.",
+        {
+            "bits": ("c1", "tile 3", "without", "largest, bits"),
+            "wrapped": ("c1", "tile 3", "without", "SQNR dB"),
+            "released": ("c1", "tile 3", "with ScaleRelease", "SQNR dB"),
+            "division": ("c2", "sm_90", "division", "instructions"),
+            "shift": ("c2", "sm_90", "shift", "instructions"),
+            "release": ("c2", "sm_90", "scale release", "instructions"),
+            "token": ("c3", "A2 Gaussian", "exact softmax, per token", "SQNR dB"),
+            "tensor": ("c3", "A2 Gaussian", "exact softmax, per tensor", "SQNR dB"),
+            "product": ("c3", "A2 Gaussian", "qvit high, per tensor, vectors over channels", "SQNR dB"),
+        },
+    ),
+)
+
+
+def explain(rows: dict[tuple[str, str, str, str], float]) -> list[str]:
+    """The sentences whose numbers are there."""
+    return [
+        text.format(**{name: rows[key] for name, key in keys.items()})
+        for text, keys in EXPLANATIONS
+        if all(key in rows for key in keys.values())
+    ]
 
 
 # ---------------------------------------------------------------- command line
@@ -872,9 +976,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS), metavar="NAME")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     results.add_measurement_arguments(parser, (1, 8))
+    parser.add_argument("--draws", type=results.positive, default=10, help="of the random inputs in Table 4")
     parser.add_argument("--energy-seconds", type=float, default=5.0, help="loop of each method in Table 3")
     capture_help = "models whose q, k and v Table 4 takes: configurations, timm names or safetensors files"
-    parser.add_argument("--capture-from", nargs="*", default=["demo_deit", "demo_swin"], metavar="MODEL", help=capture_help)
+    parser.add_argument(
+        "--capture-from", nargs="*", default=["demo_deit", "demo_swin"], metavar="MODEL", help=capture_help
+    )
     model_help = "of Table 5: short names of YAMLs in configs/, or paths of some"
     parser.add_argument("--models", nargs="+", default=["demo_deit", "demo_swin"], metavar="MODEL", help=model_help)
     parser.add_argument("--data", help="pictures, as eval_imagenet.py takes them; default: those of each configuration")
@@ -916,7 +1023,8 @@ def run(args: argparse.Namespace) -> None:
         new = list(tqdm(table.measure(session), desc=table.title, unit=" cells"))
         rows = merge(old, new)
         save(name, rows, args.output)
-        print("\n".join(["", table.title, *results.text_table(cells_of(table, rows))]))
+        lines = [missing(rows)] if missing(rows) else results.text_table(cells_of(table, rows))
+        print("\n".join(["", table.title, *lines]))
         low = new if name == "4" else low
     if low is not None:
         check_floors(low)

@@ -150,6 +150,7 @@ def write_ratio_plot(
         line: Where a horizontal line is drawn.
     """
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         print(f"no plot: matplotlib is not installed (pip install matplotlib draws {path.name})", file=sys.stderr)
@@ -157,12 +158,13 @@ def write_ratio_plot(
     figure = Figure(figsize=(12, 3.2 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False)[:, 0]
     for axis, (title, groups) in zip(axes, panels.items()):
+        axis.set_prop_cycle(color=colormaps["tab10" if len(series) <= 10 else "tab20"].colors)
         _draw_panel(axis, groups, series)
         if line is not None:
             axis.axhline(line, color="black", linewidth=1)
         axis.set_title(title, fontsize="medium")
         axis.set_ylabel(label)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(series))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=min(len(series), 7))
     figure.savefig(path, dpi=120)
 
 
