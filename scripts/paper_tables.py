@@ -756,7 +756,7 @@ def _down(table: Table, rows: list[Row]) -> list[list[str]]:
     lines: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         lines.setdefault((row.case, row.method), {})[row.quantity] = row
-    header = ["case", table.by, *(f"paper: {q}" if paper else q for q, paper in columns), *["of"] * settings]
+    header = ["case", table.by, *(f"paper: {q}" if paper else q for q, paper in columns), *["setting"] * settings]
     body = [
         [case, title_of(method), *(_cell(line.get(q), paper) for q, paper in columns),
          *[next(iter(line.values())).setting] * settings]
