@@ -21,6 +21,7 @@ import qvit
 from qvit.errors import ConfigError, QvitError
 
 CPU = "CPU"  # in the column of GPUs
+_LEGEND_LETTERS = 120  # that fit beside each other in a plot
 
 RowT = TypeVar("RowT")
 Cells = Sequence[Sequence[str]]
@@ -164,7 +165,8 @@ def write_ratio_plot(
             axis.axhline(line, color="black", linewidth=1)
         axis.set_title(title, fontsize="medium")
         axis.set_ylabel(label)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=min(len(series), 7))
+    columns = min(len(series), _LEGEND_LETTERS // (max(map(len, series)) + 6) + 1)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=columns)
     figure.savefig(path, dpi=120)
 
 
