@@ -2,6 +2,9 @@
 
 import inspect
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -134,12 +137,14 @@ def test_integer_check_sees_a_float():
         torch.arange(5).softmax(-1, torch.float32)
 
 
-@pytest.mark.parametrize("terms", [64, 197, 1040, 1041, 3000])
+@pytest.mark.parametrize("terms", [64, 197, 1024, 1025, 3000])
 def test_integer_product_is_exact(terms):
     a = torch.randint(-128, 128, (2, 5, terms))  # on the CPU, which alone multiplies int64
     b = torch.full((2, terms, 3), 127)
     for x in (a, torch.full_like(a, -128)):
         assert torch.equal(base.integer_product(x, b), x @ b)
+        x, y = x * 255 + 1, b * 2 + 1
+        assert torch.equal(base.integer_product(x, y, 128 * 255 * 255), x @ y)
 
 
 def test_requantize_rounds_to_the_nearest():
@@ -172,6 +177,15 @@ def test_shiftmax_weights():
     assert weights.tolist() == [[63, 63], [127, 0]]
 
 
+def test_the_kernel_divides_by_multiplying():
+    distance = torch.arange(367)
+    assert (254 + (254 >> 1) - (254 >> 4)) < 367  # x + (x >> 1) - (x >> 4), whose shifts round down
+    for steps in (*range(1, 500), *range(500, i_vit.MAX_STEPS + 1, 97), i_vit.MAX_STEPS):
+        reciprocal = ((1 << 22) + steps - 1) // steps
+        assert distance[-1] * reciprocal < 2**31
+        assert torch.equal(distance * reciprocal >> 22, distance // steps)
+
+
 # ---------------------------------------------------------------- kernels
 
 
@@ -202,10 +216,10 @@ def test_int_flash_kernel_equals_its_definition(shape, form, poisoned):
     assert shape[2] == 1 or sqnr(wrong, got) < 50
 
 
-def test_int_flash_kernel_takes_strided_operands():
-    packed = draw((2, 49, 3, 32))
-    q, k, v = (x.transpose(1, 2) for x in packed)
-    method = METHODS["int_flash_full"]
+@pytest.mark.parametrize("name", ["i_vit", "int_flash_full", "int_flash_half"])
+def test_kernels_take_strided_operands(name):
+    q, k, v = (x.transpose(1, 2) for x in draw((2, 49, 3, 32)))
+    method = METHODS[name]
     expected = method.prepare(*(x.contiguous() for x in (q, k, v)), 0.2)()
     assert torch.equal(method.prepare(q, k, v, 0.2)(), expected)
 
@@ -258,3 +272,34 @@ def test_prepare_refuses_a_device_without_triton(name, monkeypatch):
     monkeypatch.setattr(base.ops, "_triton_problem", lambda *_: "no Triton here")
     with pytest.raises(BackendError, match="no Triton here"):
         METHODS[name].prepare(*draw((1, 1, 5, 16)), 0.25)
+
+
+COMPILE = """
+from qvit.baselines import i_vit_kernels, int_flash_kernel
+from qvit.kernels.inspection import compile_kernel
+
+product = {"BLOCK": 64, "BLOCK_N": 64, "BLOCK_K": 64}
+kernel = compile_kernel(i_vit_kernels.int8_product_kernel, 90, product, {"requant_ptr": "*i64"})
+assert any("MMA" in op for op in kernel.opcodes)
+print("product", kernel.float_instructions)
+softmax = {"ROWS": 4, "BLOCK": 256, "SHIFT": 15, "DROP": 24}
+kernel = compile_kernel(i_vit_kernels.shiftmax_kernel, 90, softmax, {"steps_ptr": "*i64"})
+print("shiftmax", kernel.ptx.count("div.u32"), ".f32" in kernel.ptx)
+scales = {n + "_ptr": "*fp32" for n in ("q_scale", "k_scale", "pv_scale")} | {"out_ptr": "*fp16"}
+tiles = {"D": 64, "DP": 64, "BLOCK_M": 64, "BLOCK_N": 64}
+for full in (True, False):
+    types = scales | {"v_ptr": "*i8" if full else "*fp16"}
+    kernel = compile_kernel(int_flash_kernel.int_flash_kernel, 90, tiles | {"FULL": full}, types)
+    print("int_flash", full, sum("IMMA" in op or "IGMMA" in op for op in kernel.opcodes) > 0)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_and_the_integer_ones_without_floats():
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-P", "-c", COMPILE], capture_output=True, text=True, env=env)
+    assert result.returncode == 0, result.stderr
+    # One division of a program, for what its scores are multiplied by, and one of the row that a warp has.
+    assert result.stdout.splitlines() == [
+        "product []", "shiftmax 2 False", "int_flash True True", "int_flash False True"
+    ]  # fmt: skip

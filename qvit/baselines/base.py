@@ -78,25 +78,30 @@ def check_kernel(device: torch.device) -> None:
     ops.select_backend(device, "triton")
 
 
-def integer_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def integer_product(a: torch.Tensor, b: torch.Tensor, peak: int = 128 * 128) -> torch.Tensor:
     """a @ b of integers, exact, int64.
 
-    As a floating-point product, which every device has and which is exact while its sums are: float32 inside 2^24 (of
-    8-bit operands 1,040 terms on the CPU), else float64.
+    As a floating-point product, which every device has and which is exact while its sums are: on the CPU in float32
+    while these stay inside 2^24, else in float64.
+
+    Args:
+        a: (..., M, K), integers.
+        b: (..., K, N), integers.
+        peak: Bound of the product of one element of each, K times which is less than 2^53.
     """
-    wide = a.device.type != "cpu" or a.shape[-1] * 128 * 127 > 1 << 24
+    wide = a.device.type != "cpu" or a.shape[-1] * peak > 1 << 24
     dtype = torch.float64 if wide else torch.float32
     with torch.autocast(a.device.type, enabled=False):
         return (a.to(dtype) @ b.to(dtype)).long()
 
 
 def dyadic(ratio: torch.Tensor) -> torch.Tensor:
-    """A positive ratio as int64 (2,): multiplier in 2^30 .. 2^31 and right shift (I-BERT and I-ViT's dyadic numbers).
+    """A positive ratio as int64 (2,): multiplier in 2^30 .. 2^31 - 1, and right shift.
 
     A shift beyond 62 takes every product to 0, so it is held there.
     """
     mantissa, exponent = torch.frexp(ratio.double())
-    return torch.stack([torch.round(mantissa * 2**31).long(), (31 - exponent).long().clamp(1, 62)])
+    return torch.stack([torch.round(mantissa * 2**31).long().clamp_max(2**31 - 1), (31 - exponent).long().clamp(1, 62)])
 
 
 def requantize(x: torch.Tensor, multiplier: torch.Tensor, limit: int = QMAX) -> torch.Tensor:

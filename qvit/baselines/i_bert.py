@@ -74,7 +74,7 @@ def integer_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, constants: torch.Tensor, requant: torch.Tensor
 ) -> torch.Tensor:
     """int8 q, k, v (B, H, N, D) to the accumulator (B, H, N, D), int64, in units of v's scale / 256."""
-    return integer_product(softmax(integer_product(q, k.mT), constants, requant), v)
+    return integer_product(softmax(integer_product(q, k.mT), constants, requant), v, 255 * 128)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:

@@ -4,14 +4,15 @@ Unfused, as its deployment graph has it: the scores are requantized to int8 befo
 and the result is requantized to int8, each by a dyadic number (a multiplier and a shift). Scales are one a tensor;
 I-ViT calibrates them, here they are found from the operands, the scores' and the output's too.
 
-On uniform +-4 it measures 17.6 to 26.8 dB on A2 (median of 60 draws 22.1) and 19.9 to 29.0 on A7 (24.0), where QFlash's
-Table 4 has 25.80 and 25.22, of one draw. So wide, because a natural-log unit is 4 to 7 steps of the int8 scores here,
-and Algorithm 1 rounds it up to a whole number of them: the base of the exponential hangs on the largest score. What
-else the papers leave open moves it as much: 16-bit scores give 26.9 / 28.7 (A2 / A7); int32 scores, taken straight from
-the product, 17.3 / 21.2, for the sum of exponentials then nears 2^31 and its integer reciprocal keeps a bit or two.
+On uniform +-4 it measures 17.6 to 26.8 dB on A2 (median of 60 draws 22.1) and 19.9 to 29.0 on A7 (24.0); QFlash's
+Table 4 has 25.80 and 25.22. So wide, because a natural-log unit is 4 to 7 steps of the int8 scores here, and Algorithm
+1 rounds it up to a whole number of them: the base of the exponential hangs on the largest score. Of what else is open,
+16-bit weights, as in the published simulation, add 0.3 dB; 16-bit scores give 26.9 / 28.7 (A2 / A7); int32 scores,
+taken straight from the product, 17.3 / 21.2, for the sum of exponentials then nears 2^31 and its integer reciprocal
+keeps a bit or two. Which of these QFlash measured is not known.
 
-Small inputs fail: where a natural-log unit is more than some 300 steps, the row sum passes 2^31 and is held there, as
-the published code has it, and the weights come out too large.
+Small inputs fail: where 197 keys weigh much the same and a natural-log unit is more than 333 steps, the row sum passes
+2^31 and is held there, as the published code has it, and the weights come out too large.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class Constants:
 def quantize(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float
 ) -> tuple[list[torch.Tensor], Constants]:
-    """int8 q, k, v and the constants that I-ViT's calibration would have found on these operands."""
+    """int8 q, k, v, contiguous, and the constants that I-ViT's calibration would have found on these operands."""
     check_operands(q, k, v)
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (reference.quantize_tensor(x) for x in (q, k, v))
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (reference.quantize_tensor(x.contiguous()) for x in (q, k, v))
     unit = q_scale.double() * k_scale.double() * softmax_scale
     scores = integer_product(q8, k8.mT)
     score_scale = _step(scores.abs().amax() * unit)
@@ -139,7 +140,7 @@ I_VIT = Method(
     name="i_vit",
     title="I-ViT",
     granularity="tensor",
-    source="I-ViT, arXiv 2207.01405, Algorithm 1 (Shiftmax) and section 3.2 (dyadic products)",
+    source="I-ViT, arXiv 2207.01405, Algorithm 1 (Shiftmax); its deployment graph",
     integer_only=True,
     attention=attention,
     prepare=prepare,

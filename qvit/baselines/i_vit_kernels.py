@@ -1,4 +1,8 @@
-"""I-ViT's attention in three launches: int8 product, Shiftmax, int8 product. ``i_vit.integer_attention`` defines it."""
+"""I-ViT's attention in three launches: int8 product, Shiftmax, int8 product. ``i_vit.integer_attention`` defines it.
+
+Shiftmax divides every score by one number and once a row. The first is a multiplication here; the second stays, in
+unsigned integers, which a GPU without an integer divider carries out by way of a float reciprocal.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +19,17 @@ ROWS = 4  # rows of scores that a program of the softmax takes
 @triton.jit
 def int8_product_kernel(
     a_ptr, b_ptr, requant_ptr, out_ptr,
-    stride_ab, stride_ah, stride_am, stride_ak, stride_bb, stride_bh, stride_bk, stride_bn, stride_out,
-    M, N, K, H,
+    stride_ah, stride_am, stride_ak, stride_bh, stride_bk, stride_bn, stride_out, M, N, K,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out (B, H, M, N, rows ``stride_out`` apart) = int8(a (B, H, M, K) @ b (B, H, K, N) * multiplier >> shift)."""
-    i_bh = tl.program_id(0)
+    """out (heads, M, N), rows ``stride_out`` apart, = int8(a (heads, M, K) @ b (heads, K, N) * multiplier >> shift)."""
+    i_h = tl.program_id(0).to(tl.int64)
     i_m = tl.program_id(1)
     i_n = tl.program_id(2)
-    batch = (i_bh // H).to(tl.int64)
-    head = (i_bh % H).to(tl.int64)
     o_m = i_m * BLOCK + tl.arange(0, BLOCK)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    a_ptr += batch * stride_ab + head * stride_ah
-    b_ptr += batch * stride_bb + head * stride_bh
+    a_ptr += i_h * stride_ah
+    b_ptr += i_h * stride_bh
     acc = tl.zeros([BLOCK, BLOCK_N], tl.int32)
     for start in tl.range(0, K, BLOCK_K):
         o_k = start + tl.arange(0, BLOCK_K)
@@ -37,11 +38,11 @@ def int8_product_kernel(
         a = tl.load(a_ptr + o_m[:, None] * stride_am + o_k[None, :] * stride_ak, mask=a_mask, other=0)
         b = tl.load(b_ptr + o_k[:, None] * stride_bk + o_n[None, :] * stride_bn, mask=b_mask, other=0)
         acc = tl.dot(a, b, acc, out_dtype=tl.int32)
-    mult = tl.load(requant_ptr)
+    mult = tl.load(requant_ptr).to(tl.int32).to(tl.int64)  # known to fit, the product is one wide multiplication
     shift = tl.load(requant_ptr + 1)
     out = (acc.to(tl.int64) * mult + (tl.full([], 1, tl.int64) << (shift - 1))) >> shift
     out = tl.minimum(tl.maximum(out, -127), 127).to(tl.int8)
-    out_ptr += i_bh.to(tl.int64) * M * stride_out
+    out_ptr += i_h * M * stride_out
     tl.store(out_ptr + o_m[:, None] * stride_out + o_n[None, :], out, mask=(o_m < M)[:, None] & (o_n < N)[None, :])
 
 
@@ -59,8 +60,9 @@ def shiftmax_kernel(
     x = tl.load(score_ptr + o_score, mask=mask, other=-128).to(tl.int32)
     x = tl.minimum(x - tl.max(x, 1)[:, None], 0)
     x = tl.maximum(x + (x >> 1) - (x >> 4), -SHIFT * steps)
-    # Unsigned: Triton's // of signed integers goes through float.
-    octaves = ((-x).to(tl.uint32) // steps.to(tl.uint32)).to(tl.int32)
+    # -x / steps, exactly, for scores of int8 leave -x at 366 at most. Unsigned, for // of signed integers is not exact.
+    reciprocal = ((steps + 4194303).to(tl.uint32) // steps.to(tl.uint32)).to(tl.int32)
+    octaves = (-x * reciprocal) >> 22
     rest = x + octaves * steps
     weight = tl.where(mask, ((rest >> 1) + steps) << (SHIFT - octaves), 0)
     row_sum = tl.minimum(tl.sum(weight.to(tl.int64), 1), 2147483647).to(tl.uint32)
@@ -69,22 +71,23 @@ def shiftmax_kernel(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, requant: torch.Tensor, pitch: int) -> torch.Tensor:
-    """int8 (B, H, M, pitch) of which the first N columns are a @ b requantized."""
-    batch, heads, rows, inner = a.shape
+    """int8 (heads, M, pitch) of which the first N columns are a @ b requantized."""
+    heads, rows, inner = a.shape
     columns = b.shape[-1]
-    out = torch.empty(batch, heads, rows, pitch, dtype=torch.int8, device=a.device)
+    out = torch.empty(heads, rows, pitch, dtype=torch.int8, device=a.device)
     block_n = min(TILE, max(32, triton.next_power_of_2(columns)))
-    grid = (batch * heads, triton.cdiv(rows, TILE), triton.cdiv(columns, block_n))
+    grid = (heads, triton.cdiv(rows, TILE), triton.cdiv(columns, block_n))
     int8_product_kernel[grid](
-        a, b, requant, out, *a.stride(), *b.stride(), pitch, rows, columns, inner, heads,
+        a, b, requant, out, *a.stride(), *b.stride(), pitch, rows, columns, inner,
         BLOCK=TILE, BLOCK_N=block_n, BLOCK_K=min(TILE, max(32, triton.next_power_of_2(inner))),
     )  # fmt: skip
     return out
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, constants: i_vit.Constants) -> torch.Tensor:
-    """int8 q, k, v (B, H, N, D) to int8 (B, H, N, D), in three launches."""
-    tokens, head_dim = q.shape[2:]
+    """int8 q, k, v (B, H, N, D), contiguous, to int8 (B, H, N, D), in three launches."""
+    shape, (tokens, head_dim) = q.shape, q.shape[2:]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     pitch = -(-tokens // 16) * 16  # rows of scores begin at 16 bytes
     scores = _product(q, k.mT, constants.score, pitch)
     rows = scores.numel() // pitch
@@ -92,4 +95,4 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, constants: i_vi
         scores, constants.steps, pitch, rows, tokens, ROWS=ROWS, BLOCK=triton.next_power_of_2(tokens),
         SHIFT=i_vit.SHIFT, DROP=31 - i_vit.WEIGHT_BITS,
     )  # fmt: skip
-    return _product(scores[..., :tokens], v, constants.out, head_dim)
+    return _product(scores[..., :tokens], v, constants.out, head_dim).view(shape)

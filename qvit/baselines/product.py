@@ -40,9 +40,10 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: fl
     """
     check_kernel(q.device)
     scales = _scales(q, k, v, softmax_scale)
-    mults = ((q, scales.q_mult, None), (k, scales.k_mult, scales.k_zero), (v, scales.v_mult, None))
-    operands = [reference.quantize_operand(x, *(None if m is None else m.to(x.device) for m in m)).to(torch.int8)
-                for x, *m in mults]  # fmt: skip
+    mults = (x.to(q.device) for x in (scales.q_mult, scales.k_mult, scales.v_mult))
+    zeros = (None, scales.k_zero.to(q.device), None)
+    quantized = map(reference.quantize_operand, (q, k, v), mults, zeros)
+    operands = [x.to(torch.int8) for x in quantized]
     scales.constants(q.device)  # built outside of what is timed
     return lambda: ops.attention(*operands, scales, precision=precision, out_dtype=torch.int8, backend="triton")
 
