@@ -436,9 +436,9 @@ def evaluate_model(session: Session, model: str) -> dict:
 
 def model_cells(report: dict, name: str) -> dict[str, float | str | None]:
     """The cells of a method's line, or of a float model's."""
-    found = report["results"].get(name)
+    found = report["results"][name]
     accuracy = {"Top-1 %": "top1", "agreement %": "agreement", "logit SQNR dB": "sqnr_db"}
-    cells = {q: found[key] if found else "takes no bias" for q, key in accuracy.items()}
+    cells = {quantity: found[key] for quantity, key in accuracy.items()}
     cells["G BOPs"] = sum(x["heads"] * count_bops(name, x["tokens"], x["head_dim"]) for x in report["attention"]) / 1e9
     integer = name in METHODS and METHODS[name].integer_only
     return {**cells, "integer-only": "yes" if integer else "no"}
@@ -683,7 +683,7 @@ TABLES = {
         "The attention alone is quantized; everything else is float. BOPs are of the attention's two products, for one "
         "picture. `qvit` and `qflash` run as in a model that is quantized by this library, `qvit` with static scales; "
         "the others take the place of the attention core and find scales on every batch. `integer-only` is the core, "
-        "from int8 operands to its result. Where a model's attention has a bias, a definition without one has no row.",
+        "from int8 operands to its result.",
         table5,
         ("logit SQNR dB",),
     ),

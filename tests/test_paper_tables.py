@@ -122,12 +122,12 @@ REPORT = {
     "attention": [{"layer": "a", "heads": 2, "tokens": 10, "head_dim": 8}],
     "results": {
         name: {"top1": 90.0, "agreement": 99.0, "sqnr_db": None if name == "fp32" else 30.0}
-        for name in ("fp32", "qflash", "qvit_standard")
+        for name in ("fp32", "qflash", "qvit_standard", "i_bert")
     },
 }
 
 
-def test_table_5_counts_and_says_what_is_missing(script, tmp_path, monkeypatch):
+def test_table_5_counts_and_names_what_runs(script, tmp_path, monkeypatch):
     options = []
     monkeypatch.setattr(script, "run_evaluation", lambda *given: options.append(given[0]) or REPORT)
     methods = ("qflash", "qvit_standard", "i_bert")
@@ -141,7 +141,6 @@ def test_table_5_counts_and_says_what_is_missing(script, tmp_path, monkeypatch):
     assert rows["deit_tiny", "qflash", "Top-1 %"].value == 90
     assert rows["deit_tiny", "qflash", "Top-1 %"].paper == 71.70
     assert rows["deit_tiny", "fp32", "logit SQNR dB"].cell == ""
-    assert rows["deit_tiny", "i_bert", "Top-1 %"].text == "takes no bias"
     assert rows["deit_tiny", "qflash", "integer-only"].text == "yes"
     assert rows["deit_tiny", "fp32", "integer-only"].text == "no"
 
@@ -428,11 +427,18 @@ def test_a_replaced_core_is_what_the_model_computes_with(name):
         assert torch.equal(qvit.restore(quantized)(images), logits), "the original is untouched"
 
 
-def test_a_core_without_bias_is_left_out_of_swin():
-    model, images, _ = runner.load_sample("demo_swin", ROOT / "configs", None, 4)
-    assert cores.has_bias(model) and not cores.takes_bias(uniform_softmax) and cores.takes_bias(exact)
-    quantized = qvit.quantize(model, [images])
-    assert set(runner._with_cores(quantized, {"none": uniform_softmax, "exact": exact})) == {"exact"}
+@pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+def test_every_definition_has_the_bias(method):
+    q, k, v = torch.randn(3, 4, 2, 16, 16, generator=torch.Generator().manual_seed(0))
+    bias = torch.randn(4, 2, 16, 16, generator=torch.Generator().manual_seed(1))
+    bias[:, :, :8, 8:] -= 100  # as Swin keeps windows' parts apart
+    result = method.attention(q, k, v, 0.25, bias)
+    far = v.clone()
+    far[:, :, 8:] = -far[:, :, 8:]
+    assert torch.equal(method.attention(q, k, far, 0.25, bias)[:, :, :8], result[:, :, :8]), "a masked key counts"
+    floor = 8 if method.name in ("fq_vit", "qflash", "qflash_text") else 15
+    assert sqnr_db(exact(q, k, v, 0.25, bias), result) > floor
+    assert sqnr_db(exact(q, k, v, 0.25, bias), method.attention(q, k, v, 0.25)) < 5, "the control: it matters"
 
 
 def test_a_bool_mask_becomes_a_bias():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +11,11 @@ from torch import nn
 
 from qvit.calibration import observe_cores
 from qvit.config import QuantConfig
-from qvit.discovery import find_attention, plan_swap
+from qvit.discovery import plan_swap
 from qvit.patches.base import CoreInputs, QuantizedModule
 from qvit.patches.windows import FoldedBlock
 
-Attention = Callable[..., torch.Tensor]  # (q, k, v, softmax_scale[, bias]) -> (B, H, N, D)
+Attention = Callable[..., torch.Tensor]  # (q, k, v, softmax_scale, bias) -> (B, H, N, D)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,22 +42,12 @@ def capture_cores(model: nn.Module, images: torch.Tensor) -> list[Capture]:
     return [Capture(s.name, seen[s.name], s.adapter.scale_of(s.module)) for s in sites if s.name in seen]
 
 
-def takes_bias(attention: Attention) -> bool:
-    """True for a method whose definition has an additive bias."""
-    return "bias" in inspect.signature(attention).parameters
-
-
-def has_bias(model: nn.Module) -> bool:
-    """True where an attention module of a model always adds a bias to its scores, as Swin's do."""
-    return any(site.adapter is not None and site.adapter.is_biased() for site in find_attention(model))
-
-
 def replace_core(model: nn.Module, attention: Attention) -> nn.Module:
     """Let every swapped module of a model attend by a method's definition; there is no way back, so give it a copy.
 
     Args:
         model: A quantized model; blocks that give their attention the image give it windows again.
-        attention: The definition, with scales of its own. A module with a bias passes it, float (B, 1 or H, N, N).
+        attention: The definition, with scales of its own; it is given the bias, float (B, 1 or H, N, N) or None.
     """
     for module in model.modules():
         if isinstance(module, FoldedBlock):
@@ -71,8 +60,8 @@ def replace_core(model: nn.Module, attention: Attention) -> nn.Module:
 def _attend(module, attention: Attention, q, k, v, *masks) -> torch.Tensor:
     """What stands in for `QuantizedModule.attend`."""
     bias = module.float_bias(module, q, *masks)
-    extra = {} if bias is None else {"bias": _additive(bias, len(q))}
-    return attention(q, k, v, module.qvit_settings.softmax_scale, **extra).transpose(1, 2).flatten(2)
+    bias = None if bias is None else _additive(bias, len(q))
+    return attention(q, k, v, module.qvit_settings.softmax_scale, bias).transpose(1, 2).flatten(2)
 
 
 def _additive(bias: torch.Tensor, batch: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ import qvit
 from qvit.errors import BackendError, CheckpointError, ConfigError, DataError, UnsupportedModuleError
 from qvit.evaluation.accuracy import FEW_PICTURES, Comparison, Result, compare, drop_test, evaluate
 from qvit.evaluation.config import DataSettings, ModelConfig, load_model_config, read_yaml
-from qvit.evaluation.cores import Attention, capture_cores, has_bias, replace_core, takes_bias
+from qvit.evaluation.cores import Attention, capture_cores, replace_core
 from qvit.evaluation.data import (
     DemoSource,
     HubSource,
@@ -53,8 +53,7 @@ class EvaluationOptions:
     Attributes:
         model: Short name of a YAML in configs/, or the path of one.
         settings: Quantized models by name: changes to the YAML's `quantization` section.
-        cores: More models by name: other definitions of the attention core, as :func:`replace_core` takes them. One
-            that takes no bias is left out where the model needs one.
+        cores: More models by name: other definitions of the attention core, as :func:`replace_core` takes them.
         data: Source of the pictures, by default the YAML's.
         checkpoint: File of weights, by default the YAML's, or else timm's weights.
         device: "cuda" or "cpu".
@@ -340,13 +339,8 @@ def _shapes(model: nn.Module, calibration: list) -> list[dict]:
 
 def _with_cores(quantized: nn.Module, cores: dict[str, Attention]) -> dict[str, nn.Module]:
     """Copies of a quantized model that attend by other definitions; they share its weights."""
-    biased = has_bias(quantized)
     weights = {id(x): x for x in (*quantized.parameters(), *quantized.buffers())}
-    return {
-        name: replace_core(deepcopy(quantized, dict(weights)), attention)
-        for name, attention in cores.items()
-        if takes_bias(attention) or not biased
-    }
+    return {name: replace_core(deepcopy(quantized, dict(weights)), attention) for name, attention in cores.items()}
 
 
 def _workers(options: EvaluationOptions, source: Source) -> int:
