@@ -410,7 +410,9 @@ def table5(session: Session) -> Iterator[Row]:
     for model in session.args.models:
         report = evaluate_model(session, model)
         data = report["data"]
-        setting = ", ".join(filter(None, [f"{data['pictures']} pictures of {data['source']}", report["checkpoint"]]))
+        setting = ", ".join(
+            filter(None, [f"{data['pictures']} pictures of {Path(data['source']).name}", report["checkpoint"]])
+        )
         floats = [name for name in FLOAT_BITS if name in report["results"]]
         for name in [*floats, *session.methods]:
             for quantity, cell in model_cells(report, name).items():

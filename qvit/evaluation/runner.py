@@ -206,7 +206,7 @@ def load_sample(name: str, folder: Path, data: str | None, pictures: int) -> tup
         pictures: How many.
 
     Returns:
-        The model, the pictures (n, 3, S, S), and the name of their source.
+        The model, the pictures (n, 3, S, S), and the name of their source, without its folder.
 
     Raises:
         QvitError: The model, its weights or the data cannot be had.
@@ -229,7 +229,7 @@ def load_sample(name: str, folder: Path, data: str | None, pictures: int) -> tup
         source, transform, spread(len(source), pictures), batch_size=pictures, workers=0, pin_memory=False
     )
     images, _ = next(iter(loader))
-    return load_weights(model, config, checkpoint), images, source.name
+    return load_weights(model, config, checkpoint), images, Path(source.name).name
 
 
 def _file_name(path: str | None) -> str | None:
