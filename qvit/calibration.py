@@ -105,7 +105,7 @@ def calibrate(model: nn.Module, calib_loader: Iterable[Any], config: QuantConfig
         targets = plan_swap(model, config)
         observers = {site.name: _RangeObserver(site) for site in targets}
         batches = []
-        _run(model, _keep(_read(calib_loader, config.calibration.batches), batches), targets, observers)
+        observe_cores(model, _keep(_read(calib_loader, config.calibration.batches), batches), targets, observers)
         if not batches:
             raise CalibrationError("the calibration loader gave no batches")
         if not any(batch.any() for batch in batches):
@@ -114,7 +114,7 @@ def calibrate(model: nn.Module, calib_loader: Iterable[Any], config: QuantConfig
         clips = _find_clips(model, batches, targets, ranges, config)
         layers = {s.name: _build(s, ranges[s.name], clips.get(s.name), config) for s in targets}
         meters = {s.name: _SqnrMeter(layers[s.name], config) for s in targets}
-        _run(model, [batches[0][:SQNR_IMAGES]], targets, meters)
+        observe_cores(model, [batches[0][:SQNR_IMAGES]], targets, meters)
         return Calibration(layers, config, {name: meter.decibels() for name, meter in meters.items()})
 
 
@@ -269,7 +269,7 @@ def _find_clips(
         with _naming_layer(site.name):
             gains = channel_gains(ranges[site.name], **_vectors(config))
         observers[site.name] = _HistogramObserver(ranges[site.name], gains, _granularity(site, config))
-    _run(model, tqdm(batches, desc="finding clips", unit="batch", leave=False), targets, observers)
+    observe_cores(model, tqdm(batches, desc="finding clips", unit="batch", leave=False), targets, observers)
     return {name: observer.clip(config.calibration) for name, observer in observers.items()}
 
 
@@ -300,7 +300,7 @@ def _naming_layer(name: str) -> Iterator[None]:
         raise CalibrationError(f"layer {name!r}: {e}") from e
 
 
-def _run(
+def observe_cores(
     model: nn.Module,
     batches: Iterable[torch.Tensor],
     targets: list[Site],

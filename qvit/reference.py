@@ -351,21 +351,21 @@ def paper_bias(bias: torch.Tensor, q_scale: torch.Tensor, k_scale: torch.Tensor,
     return units.clamp(PAPER_MIN, 2**20).nan_to_num(0.0).round().int()
 
 
-def _wrap(x: torch.Tensor) -> torch.Tensor:
+def wrap_int32(x: torch.Tensor) -> torch.Tensor:
     """int64 to what an int32 would hold."""
     return ((x + 2**31) & 0xFFFFFFFF) - 2**31
 
 
 def shift_exp2(x: torch.Tensor, one: torch.Tensor, exp_mult: torch.Tensor) -> torch.Tensor:
     """ShiftExp2 of the paper: 2^(x s) in units of R = 1/s, for x <= 0."""
-    octaves = _wrap(x * exp_mult) >> 16
-    remainder = _wrap(x + octaves * one)
-    return _wrap((remainder >> 1) + one) >> octaves.clamp(0, 31)
+    octaves = wrap_int32(x * exp_mult) >> 16
+    remainder = wrap_int32(x + octaves * one)
+    return wrap_int32((remainder >> 1) + one) >> octaves.clamp(0, 31)
 
 
 def scale_release(x: torch.Tensor, factor: torch.Tensor, mult: torch.Tensor) -> torch.Tensor:
     """ScaleRelease of the paper: x * factor / R, rounded."""
-    return _wrap((x * factor * mult + (1 << 29)) >> 30)
+    return wrap_int32((x * factor * mult + (1 << 29)) >> 30)
 
 
 def attention_paper(
@@ -404,7 +404,9 @@ def attention_paper(
         pad = (-score.shape[-1]) % PAPER_KEY_TILE
         if pad and not text:  # the code's padded keys are ordinary scores of -2^20, and can leak
             score = torch.nn.functional.pad(score, (0, pad), value=PAPER_MIN)
-        weight = (_wrap(shift_exp2(score - new_top, one, exp_mult) * requant + rounding) >> shift).clamp_max(S.QMAX)
+        weight = (wrap_int32(shift_exp2(score - new_top, one, exp_mult) * requant + rounding) >> shift).clamp_max(
+            S.QMAX
+        )
         weight = weight.to(torch.int8).long()
         alpha = shift_exp2(top - new_top, one, exp_mult)
         row_sum = scale_release(row_sum, alpha, release) + weight.sum(-1, keepdim=True)

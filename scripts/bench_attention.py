@@ -50,6 +50,7 @@ from qvit.evaluation.results import (
     write_ratio_plot,
 )
 from qvit.evaluation.timing import LEAST_SETS, Call, Context, Measurement, TurnTimer, count_sets
+from qvit.evaluation.workloads import FLOAT_BYTES, INT8_BYTES, PAPER_WORKLOADS, Workload
 from qvit.scales import Ranges, build_scales
 from qvit.windows import SHIFT_MASK, WindowPlan, plan_windows
 
@@ -60,36 +61,10 @@ SCORED_IMAGES = 2  # images whose accuracy and bits are looked at
 CALIBRATION_SCORES = 1 << 25  # about as many scores are computed on the CPU to find the output's scale
 GIB = 1 << 30
 DEVICE = "cuda"
-# Bytes of a set for each element of q: float16 operands, the product's and the paper's int8 ones, a float16 output.
-INT8_BYTES, FLOAT_BYTES = 3, 6
-SET_BYTES = FLOAT_BYTES + 2 * INT8_BYTES + 2
 SHIFTED_SET_BYTES = 3 * FLOAT_BYTES + INT8_BYTES + 2 * 2  # images, windows, folded windows; a block's input, an output
 
 
 # ---------------------------------------------------------------- workloads and their data
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The shape of an attention: an image has ``windows`` windows with ``heads`` heads of ``tokens`` x ``head_dim``."""
-
-    name: str
-    windows: int
-    heads: int
-    tokens: int
-    head_dim: int
-
-    def elements(self, batch: int) -> int:
-        """Elements of q, or of k, v or the output."""
-        return batch * self.windows * self.heads * self.tokens * self.head_dim
-
-    def scores(self, batch: int) -> int:
-        """Elements of q k^T."""
-        return batch * self.windows * self.heads * self.tokens**2
-
-    def set_bytes(self, batch: int) -> int:
-        """Memory of an input set, with what the methods make of it."""
-        return SET_BYTES * self.elements(batch)
 
 
 @dataclass(frozen=True)
@@ -116,13 +91,7 @@ class ShiftedWorkload(Workload):
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("A1", 1, 3, 197, 64),
-        Workload("A2", 1, 6, 197, 64),
-        Workload("A3", 1, 12, 197, 64),
-        Workload("A4", 64, 3, 49, 32),
-        Workload("A5", 16, 6, 49, 32),
-        Workload("A6", 4, 12, 49, 32),
-        Workload("A7", 1, 24, 49, 32),
+        *PAPER_WORKLOADS,
         ShiftedWorkload("A4s", 64, 3, 49, 32, side=56, shift=3),
         ShiftedWorkload("A5s", 16, 6, 49, 32, side=28, shift=3),
         ShiftedWorkload("A6s", 4, 12, 49, 32, side=14, shift=3),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from qvit import ops
 from qvit.errors import BackendError
-from qvit.scales import QMAX
+from qvit.scales import LOG2E, QMAX
 
+MASK = -50.0  # natural log: a bias as low is a mask
+FAR = -(1 << 20)  # a requantized score at which a key weighs nothing
 KEY_TILE = 64  # keys of a tile of the online softmaxes; their running maximum makes it part of the arithmetic
 
 Call = Callable[[], torch.Tensor]
@@ -27,8 +30,9 @@ class Method:
         granularity: What shares a scale of q and k: "token", "head", "tensor"; "-" for a method without scales.
         source: Paper, arXiv id, and the numbers of the equations or the algorithm.
         integer_only: No float between the int8 operands and the result.
-        attention: (q, k, v, softmax_scale) -> result. The definition: float q, k, v (B, H, N, D) of one device, float
-            result (B, H, N, D) of q's type; quantizes inside as the method does.
+        attention: (q, k, v, softmax_scale, bias=None) -> result. The definition: float q, k, v (B, H, N, D) of one
+            device, float result (B, H, N, D) of q's type; quantizes inside as the method does. ``bias`` is an additive
+            float (B, 1 or H, N, N), as Swin's attention has it.
         prepare: (q, k, v, softmax_scale) -> call. Quantizes, and returns the call that a GPU benchmark times, on the
             quantized operands; its result is the kernel's own, in its own layout and type. None where the method has
             no kernel here.
@@ -41,7 +45,7 @@ class Method:
     granularity: str
     source: str
     integer_only: bool
-    attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    attention: Callable[..., torch.Tensor]
     prepare: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Call] | None
     qk_bits: tuple[int, int] = (8, 8)
     pv_bits: tuple[int, int] = (8, 8)
@@ -95,6 +99,35 @@ def integer_product(a: torch.Tensor, b: torch.Tensor, peak: int = 128 * 128) -> 
         return (a.to(dtype) @ b.to(dtype)).long()
 
 
+class IntegerBias(NamedTuple):
+    """An additive bias of integer scores.
+
+    Attributes:
+        units: int64, the bias in units of a score; a mask's is held where its key weighs nothing.
+        masked: bool, where it is a mask. One would use up the range of requantized scores, so it stays out of that.
+    """
+
+    units: torch.Tensor
+    masked: torch.Tensor
+
+    @classmethod
+    def of(cls, bias: torch.Tensor | None, unit: torch.Tensor) -> IntegerBias | None:
+        """A float bias, where one unit of a score is worth ``unit``."""
+        if bias is None:
+            return None
+        return cls((bias.double().clamp_min(2 * MASK) / unit).round().long(), bias <= MASK)
+
+
+def add_bias(scores: torch.Tensor, bias: IntegerBias | None) -> torch.Tensor:
+    """Integer scores with their bias."""
+    return scores if bias is None else scores + bias.units
+
+
+def hide_masked(scores: torch.Tensor, bias: IntegerBias | None, value: int) -> torch.Tensor:
+    """Scores (B, H, N, N) with ``value`` for those of masked keys."""
+    return scores if bias is None else scores.masked_fill(bias.masked, value)
+
+
 def dyadic(ratio: torch.Tensor) -> torch.Tensor:
     """A positive ratio as int64 (2,): multiplier in 2^30 .. 2^31 - 1, and right shift.
 
@@ -119,17 +152,20 @@ def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def online_softmax(
-    scores: torch.Tensor, weigh: Callable[[torch.Tensor, slice], torch.Tensor]
+    scores: torch.Tensor, weigh: Callable[[torch.Tensor, slice], torch.Tensor], bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's softmax over tiles of keys, in float32.
 
     Args:
         scores: (B, H, N, N) float32, in octaves: softmax of 2 to them.
         weigh: (p, keys) -> the product of a tile's weights 2^(score - running maximum) with the values of these keys.
+        bias: Added to the scores; in natural-log units, and held where a key weighs nothing.
 
     Returns:
         Accumulator (B, H, N, D) and row sum (B, H, N, 1); their ratio is the attention.
     """
+    if bias is not None:
+        scores = scores + bias.float().clamp_min(2 * MASK) * LOG2E
     top = torch.full_like(scores[..., :1], -math.inf)
     acc, row_sum = torch.zeros((), device=scores.device), torch.zeros_like(top)
     for start in range(0, scores.shape[-1], KEY_TILE):

@@ -12,12 +12,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from qvit.baselines.base import Call, Method, check_operands
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """float16 attention.
 
     Args:
         q, k, v: (B, H, N, D), one float type; rounded to float16.
         softmax_scale: Factor of the scores.
+        bias: Additive float (B, 1 or H, N, N), or None.
 
     Returns:
         (B, H, N, D) of q's type.
@@ -26,7 +29,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: 
         BackendError: Operands that do not go together.
     """
     check_operands(q, k, v)
-    return scaled_dot_product_attention(q.half(), k.half(), v.half(), scale=softmax_scale).to(q.dtype)
+    bias = None if bias is None else bias.half()
+    out = scaled_dot_product_attention(q.half(), k.half(), v.half(), attn_mask=bias, scale=softmax_scale)
+    return out.to(q.dtype)
 
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> Call:

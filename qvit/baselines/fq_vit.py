@@ -14,7 +14,17 @@ from __future__ import annotations
 
 import torch
 
-from qvit.baselines.base import Method, check_operands, dyadic, integer_product, requantize
+from qvit.baselines.base import (
+    FAR,
+    IntegerBias,
+    Method,
+    add_bias,
+    check_operands,
+    dyadic,
+    hide_masked,
+    integer_product,
+    requantize,
+)
 from qvit.baselines.i_bert import OCTAVES, i_exp, polynomial_constants
 
 BITS = 4  # of a weight
@@ -68,6 +78,7 @@ def integer_attention(
     score: torch.Tensor,
     limits: torch.Tensor,
     constants: torch.Tensor,
+    bias: IntegerBias | None = None,
 ) -> torch.Tensor:
     """Integers q, k, v (B, H, N, D) to the accumulator, int64, in units of v's scale / 2^15.
 
@@ -76,18 +87,23 @@ def integer_attention(
         score: Dyadic number that takes a score to 8 bits.
         limits: int64 (2,), smallest and largest of these.
         constants: From :func:`qvit.baselines.i_bert.polynomial_constants`, of the requantized score.
+        bias: Of the scores before that.
     """
-    scores = requantize(integer_product(q, k.mT, LEVELS**2), score, LEVELS).clamp(limits[0], limits[1])
-    shifts = log_int_softmax(scores, constants)
+    scores = add_bias(integer_product(q, k.mT, LEVELS**2), bias)
+    scores = requantize(scores, score, LEVELS).clamp(limits[0], limits[1])
+    shifts = log_int_softmax(hide_masked(scores, bias, FAR), constants)
     return integer_product((1 << LOWEST) >> shifts, v, LEVELS << LOWEST)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """FQ-ViT's attention; the result passes through 8 bits by its own range.
 
     Args:
         q, k, v: (B, H, N, D), one float type.
         softmax_scale: Factor of the scores.
+        bias: Additive float (B, 1 or H, N, N), or None.
 
     Returns:
         (B, H, N, D) of q's type.
@@ -98,11 +114,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: 
     check_operands(q, k, v)
     packed, scale = quantize(torch.stack([q, k, v]))
     unit = scale * scale * softmax_scale
-    scores = integer_product(packed[0], packed[1].mT, LEVELS**2) * unit
-    levels, score_scale = quantize(scores)
+    addend = IntegerBias.of(bias, unit)
+    scores = hide_masked(add_bias(integer_product(packed[0], packed[1].mT, LEVELS**2), addend), addend, 0)
+    levels, score_scale = quantize(scores * unit)
     limits = torch.stack([levels.amin(), levels.amax()])
     constants = polynomial_constants(score_scale, POLYNOMIAL_BITS)
-    acc = integer_attention(*packed, dyadic(unit / score_scale), limits, constants)
+    acc = integer_attention(*packed, dyadic(unit / score_scale), limits, constants, addend)
     out, out_scale = quantize(acc * (scale / 2**LOWEST))
     return (out * out_scale).to(q.dtype)
 

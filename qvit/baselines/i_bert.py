@@ -12,7 +12,7 @@ import math
 import torch
 
 from qvit import reference
-from qvit.baselines.base import Method, check_operands, dyadic, integer_product, requantize
+from qvit.baselines.base import IntegerBias, Method, add_bias, check_operands, dyadic, integer_product, requantize
 
 COEFFICIENTS = (0.35815147, 0.96963238 / 0.35815147, 1 / 0.35815147)  # a, b, c: e^x = a (x (x + b) + c), -ln 2 < x <= 0
 OCTAVES = 30  # under the largest score that still count
@@ -71,18 +71,27 @@ def softmax(x: torch.Tensor, constants: torch.Tensor, requant: torch.Tensor) -> 
 
 
 def integer_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, constants: torch.Tensor, requant: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    constants: torch.Tensor,
+    requant: torch.Tensor,
+    bias: IntegerBias | None = None,
 ) -> torch.Tensor:
     """int8 q, k, v (B, H, N, D) to the accumulator (B, H, N, D), int64, in units of v's scale / 256."""
-    return integer_product(softmax(integer_product(q, k.mT), constants, requant), v, 255 * 128)
+    scores = add_bias(integer_product(q, k.mT), bias)
+    return integer_product(softmax(scores, constants, requant), v, 255 * 128)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """I-BERT's attention; the result passes through int8 by its own scale, found from it.
 
     Args:
         q, k, v: (B, H, N, D), one float type.
         softmax_scale: Factor of the scores.
+        bias: Additive float (B, 1 or H, N, N), or None.
 
     Returns:
         (B, H, N, D) of q's type.
@@ -92,9 +101,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: 
     """
     check_operands(q, k, v)
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = (reference.quantize_tensor(x) for x in (q, k, v))
-    constants = polynomial_constants(q_scale.double() * k_scale.double() * softmax_scale)
+    unit = q_scale.double() * k_scale.double() * softmax_scale
+    constants = polynomial_constants(unit)
     # A row's largest score is at 0, where the mantissa is the polynomial's constant: the range is known beforehand.
-    acc = integer_attention(q8, k8, v8, constants, dyadic(EXP_LIMIT / constants[-1].double()))
+    requant = dyadic(EXP_LIMIT / constants[-1].double())
+    acc = integer_attention(q8, k8, v8, constants, requant, IntegerBias.of(bias, unit))
     largest = acc.abs().amax().clamp_min(1).double()
     out = requantize(acc, dyadic(127 / largest))
     return (out * (v_scale * largest / (127 * 256))).to(q.dtype)

@@ -23,11 +23,15 @@ import torch
 
 from qvit import reference
 from qvit.baselines.base import (
+    FAR,
     Call,
+    IntegerBias,
     Method,
+    add_bias,
     check_kernel,
     check_operands,
     dyadic,
+    hide_masked,
     integer_product,
     requantize,
 )
@@ -47,29 +51,32 @@ class Constants:
         steps: int64 scalar, -I0 of Algorithm 1: int8 scores of one natural-log unit, rounded up.
         out: Dyadic number that takes the accumulator to int8.
         out_scale: float32 scalar, what one unit of the result is worth.
+        bias: Added to the scores before they are requantized; the kernels take none.
     """
 
     score: torch.Tensor
     steps: torch.Tensor
     out: torch.Tensor
     out_scale: torch.Tensor
+    bias: IntegerBias | None = None
 
 
 def quantize(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, bias: torch.Tensor | None = None
 ) -> tuple[list[torch.Tensor], Constants]:
     """int8 q, k, v, contiguous, and the constants that I-ViT's calibration would have found on these operands."""
     check_operands(q, k, v)
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = (reference.quantize_tensor(x.contiguous()) for x in (q, k, v))
     unit = q_scale.double() * k_scale.double() * softmax_scale
-    scores = integer_product(q8, k8.mT)
-    score_scale = _step(scores.abs().amax() * unit)
+    addend = IntegerBias.of(bias, unit)
+    scores = add_bias(integer_product(q8, k8.mT), addend)
+    score_scale = _step(hide_masked(scores, addend, 0).abs().amax() * unit)
     score = dyadic(unit / score_scale)
     steps = torch.ceil(1 / score_scale).clamp(1, MAX_STEPS).long()
-    acc = integer_product(shiftmax(requantize(scores, score), steps), v8)
+    acc = integer_product(shiftmax(hide_masked(requantize(scores, score), addend, FAR), steps), v8)
     weight_unit = v_scale.double() / 2**WEIGHT_BITS
     out_scale = _step(acc.abs().amax() * weight_unit)
-    return [q8, k8, v8], Constants(score, steps, dyadic(weight_unit / out_scale), out_scale.float())
+    return [q8, k8, v8], Constants(score, steps, dyadic(weight_unit / out_scale), out_scale.float(), addend)
 
 
 def _step(largest: torch.Tensor) -> torch.Tensor:
@@ -101,17 +108,20 @@ def shiftmax(x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 def integer_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, constants: Constants) -> torch.Tensor:
     """int8 q, k, v (B, H, N, D) to int8 (B, H, N, D): the definition of the three kernels, one a line."""
-    scores = requantize(integer_product(q, k.mT), constants.score)
-    weights = shiftmax(scores, constants.steps)
+    scores = requantize(add_bias(integer_product(q, k.mT), constants.bias), constants.score)
+    weights = shiftmax(hide_masked(scores, constants.bias, FAR), constants.steps)
     return requantize(integer_product(weights, v), constants.out).to(torch.int8)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """I-ViT's attention.
 
     Args:
         q, k, v: (B, H, N, D), one float type.
         softmax_scale: Factor of the scores.
+        bias: Additive float (B, 1 or H, N, N), or None.
 
     Returns:
         (B, H, N, D) of q's type.
@@ -119,7 +129,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: 
     Raises:
         BackendError: Operands that do not go together.
     """
-    operands, constants = quantize(q, k, v, softmax_scale)
+    operands, constants = quantize(q, k, v, softmax_scale, bias)
     return (integer_attention(*operands, constants) * constants.out_scale).to(q.dtype)
 
 

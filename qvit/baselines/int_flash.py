@@ -53,8 +53,9 @@ def quantized_attention(
     q_scale: torch.Tensor,
     k_scale: torch.Tensor,
     pv_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Operands of :func:`quantize` to float16 (B, H, N, D): the definition of the kernel."""
+    """Operands of :func:`quantize` to float16 (B, H, N, D): the definition of the kernel, which takes no bias."""
     full = v.dtype == torch.int8
     scores = integer_product(q, k.mT).float() * q_scale[..., None] * k_scale[..., None, :]
 
@@ -64,16 +65,25 @@ def quantized_attention(
         levels = (weight.half() * WEIGHT + 0.5).to(torch.int8)
         return integer_product(levels, v[:, :, keys]).float() * pv_scale
 
-    acc, row_sum = online_softmax(scores, weigh)
+    acc, row_sum = online_softmax(scores, weigh, bias)
     return (acc / row_sum).half()
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, full: bool) -> torch.Tensor:
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    bias: torch.Tensor | None = None,
+    *,
+    full: bool,
+) -> torch.Tensor:
     """INT-FlashAttention.
 
     Args:
         q, k, v: (B, H, N, D), one float type.
         softmax_scale: Factor of the scores.
+        bias: Additive float (B, 1 or H, N, N), or None.
         full: v and the weights are int8 as well.
 
     Returns:
@@ -82,7 +92,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: 
     Raises:
         BackendError: Operands that do not go together.
     """
-    return quantized_attention(*quantize(q, k, v, softmax_scale, full=full)).to(q.dtype)
+    return quantized_attention(*quantize(q, k, v, softmax_scale, full=full), bias).to(q.dtype)
 
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, full: bool) -> Call:

@@ -12,13 +12,20 @@ from qvit.scales import Scales
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, precision: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    bias: torch.Tensor | None = None,
+    *,
+    precision: str,
 ) -> torch.Tensor:
     """docs/numerics.md with one scale a tensor and no vectors over channels, as the published methods have it.
 
     Args:
         q, k, v: (B, H, N, D), one float type.
         softmax_scale: Factor of the scores.
+        bias: Additive float (B, 1 or H, N, N), or None.
         precision: "standard" or "high".
 
     Returns:
@@ -29,7 +36,8 @@ def attention(
         CalibrationError: Operands that no scale can be found from, such as zeros.
     """
     constants = _scales(q, k, v, softmax_scale).constants(q.device)
-    return reference.attention(q, k, v, constants, precision=precision).transpose(1, 2)
+    addend = None if bias is None else reference.exponent_bias(bias, constants)
+    return reference.attention(q, k, v, constants, addend, precision=precision).transpose(1, 2)
 
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, precision: str) -> Call:

@@ -14,12 +14,15 @@ from qvit.baselines.base import Method, check_operands, integer_product, online_
 from qvit.scales import LOG2E, QMAX
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """QAttn's attention.
 
     Args:
         q, k, v: (B, H, N, D), one float type.
         softmax_scale: Factor of the scores.
+        bias: Additive float (B, 1 or H, N, N), or None.
 
     Returns:
         (B, H, N, D) of q's type.
@@ -31,7 +34,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: 
     packed, scale = reference.quantize_tensor(torch.stack([q, k, v]))
     scores = integer_product(packed[0], packed[1].mT).float() * (scale * scale * softmax_scale * LOG2E)
     values = (packed[2] * scale).bfloat16().float()
-    acc, row_sum = online_softmax(scores, lambda weight, keys: weight.bfloat16().float() @ values[:, :, keys])
+    acc, row_sum = online_softmax(scores, lambda weight, keys: weight.bfloat16().float() @ values[:, :, keys], bias)
     out = acc / row_sum
     out_scale = out.abs().amax().clamp_min(torch.finfo(torch.float32).tiny) / QMAX
     return ((out / out_scale).round() * out_scale).to(q.dtype)

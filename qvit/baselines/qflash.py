@@ -10,6 +10,8 @@ paper has 31.02: not explained, for the published kernel itself, run in Triton's
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from qvit import reference
@@ -18,21 +20,28 @@ from qvit.baselines.base import Call, Method, check_kernel, check_operands
 
 def quantize(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, text: bool = False
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """int8 q, k, v (one scale a tensor), the integer constants, and v's scale."""
+) -> tuple[list[torch.Tensor], torch.Tensor, tuple[torch.Tensor, ...]]:
+    """int8 q, k, v (one scale a tensor), the integer constants, and the scales."""
     check_operands(q, k, v)
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (reference.quantize_tensor(x) for x in (q, k, v))
-    return [q8, k8, v8], reference.paper_constants(q_scale, k_scale, softmax_scale, text=text), v_scale
+    operands, scales = zip(*(reference.quantize_tensor(x) for x in (q, k, v)))
+    return list(operands), reference.paper_constants(*scales[:2], softmax_scale, text=text), scales
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, text: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    bias: torch.Tensor | None = None,
+    *,
+    text: bool = False,
 ) -> torch.Tensor:
     """QFlash: (B, H, N, D) float in and out, scales found from the operands.
 
     Args:
         q, k, v: (B, H, N, D), one float type.
         softmax_scale: Factor of the scores.
+        bias: Additive float (B, 1 or H, N, N), or None.
         text: Algorithm 1 as printed instead of the published code.
 
     Returns:
@@ -41,14 +50,11 @@ def attention(
     Raises:
         BackendError: Operands that do not go together.
     """
-    operands, constants, v_scale = quantize(q, k, v, softmax_scale, text=text)
-    out = reference.attention_paper(*operands, constants, text=text)
+    operands, constants, (q_scale, k_scale, v_scale) = quantize(q, k, v, softmax_scale, text=text)
+    if bias is not None:
+        bias = reference.paper_bias(bias, q_scale, k_scale, softmax_scale)
+    out = reference.attention_paper(*operands, constants, bias, text=text)
     return (out.transpose(1, 2) * v_scale).to(q.dtype)
-
-
-def text_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """:func:`attention` as Algorithm 1 prints it."""
-    return attention(q, k, v, softmax_scale, text=True)
 
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> Call:
@@ -77,6 +83,6 @@ QFLASH_TEXT = Method(
     granularity="tensor",
     source="QFlash, arXiv 2604.25306, Algorithm 1",
     integer_only=True,
-    attention=text_attention,
+    attention=functools.partial(attention, text=True),
     prepare=None,
 )

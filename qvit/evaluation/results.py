@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import datetime, timezone
+from importlib import metadata
 from math import nan
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +19,9 @@ import torch
 
 import qvit
 from qvit.errors import ConfigError, QvitError
+
+CPU = "CPU"  # in the column of GPUs
+_LEGEND_LETTERS = 120  # that fit beside each other in a plot
 
 RowT = TypeVar("RowT")
 Cells = Sequence[Sequence[str]]
@@ -28,19 +32,25 @@ class MismatchError(QvitError):
     """The product gives something else than it has to, or nothing."""
 
 
-def describe_machine(seed: int) -> dict:
-    """The columns that every row of a run has in common: GPU, versions, seed and date."""
-    import triton
-
+def describe_machine(seed: int, device: str = "cuda") -> dict:
+    """The columns that every row of a run has in common: GPU, or "CPU", versions, seed and date."""
+    on_gpu = torch.device(device).type == "cuda"
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver_version(),
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else CPU,
+        "driver": driver_version() if on_gpu else None,
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": _version("triton") or "none",
         "qvit": qvit.__version__,
         "seed": seed,
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def driver_version() -> str | None:
@@ -59,7 +69,7 @@ def legend_of_machines(rows: Iterable, also: Sequence[str] = ()) -> str:
     machines = dict.fromkeys(
         ", ".join(
             [
-                f"{row.gpu}, driver {row.driver or 'unknown'}",
+                row.gpu if row.gpu == CPU else f"{row.gpu}, driver {row.driver or 'unknown'}",
                 *(f"{name} {getattr(row, name)}" for name in names),
                 row.date,
             ]
@@ -128,7 +138,9 @@ def markdown_table(cells: Cells) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body)]
 
 
-def write_ratio_plot(path: Path, panels: Mapping[str, Bars], series: Sequence[str], label: str) -> None:
+def write_ratio_plot(
+    path: Path, panels: Mapping[str, Bars], series: Sequence[str], label: str, *, line: float | None = 1
+) -> None:
     """Bars of ratios in panels, one above the other; without matplotlib a line on stderr says that there is no plot.
 
     Args:
@@ -136,8 +148,10 @@ def write_ratio_plot(path: Path, panels: Mapping[str, Bars], series: Sequence[st
         panels: By title, groups of bars: a label, and a ratio for each of ``series`` or none.
         series: Names of the bars of a group.
         label: What the ratios are.
+        line: Where a horizontal line is drawn.
     """
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         print(f"no plot: matplotlib is not installed (pip install matplotlib draws {path.name})", file=sys.stderr)
@@ -145,10 +159,14 @@ def write_ratio_plot(path: Path, panels: Mapping[str, Bars], series: Sequence[st
     figure = Figure(figsize=(12, 3.2 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False)[:, 0]
     for axis, (title, groups) in zip(axes, panels.items()):
+        axis.set_prop_cycle(color=colormaps["tab10" if len(series) <= 10 else "tab20"].colors)
         _draw_panel(axis, groups, series)
+        if line is not None:
+            axis.axhline(line, color="black", linewidth=1)
         axis.set_title(title, fontsize="medium")
         axis.set_ylabel(label)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(series))
+    columns = min(len(series), _LEGEND_LETTERS // (max(map(len, series)) + 6) + 1)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=columns)
     figure.savefig(path, dpi=120)
 
 
@@ -157,7 +175,6 @@ def _draw_panel(axis, groups: Bars, series: Sequence[str]) -> None:
     for number, name in enumerate(series):
         places = [place + width * (number - (len(series) - 1) / 2) for place in range(len(groups))]
         axis.bar(places, [ratios.get(name) or nan for _, ratios in groups], width, label=name)
-    axis.axhline(1, color="black", linewidth=1)
     axis.set_xticks(range(len(groups)), [title for title, _ in groups])
 
 

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 import qvit
-from qvit.errors import BackendError, ConfigError, DataError, UnsupportedModuleError
+from qvit.errors import BackendError, CheckpointError, ConfigError, DataError, UnsupportedModuleError
 from qvit.evaluation.accuracy import FEW_PICTURES, Comparison, Result, compare, drop_test, evaluate
-from qvit.evaluation.config import ModelConfig, load_model_config, read_yaml
+from qvit.evaluation.config import DataSettings, ModelConfig, load_model_config, read_yaml
+from qvit.evaluation.cores import Attention, capture_cores, replace_core
 from qvit.evaluation.data import (
     DemoSource,
     HubSource,
@@ -52,6 +53,7 @@ class EvaluationOptions:
     Attributes:
         model: Short name of a YAML in configs/, or the path of one.
         settings: Quantized models by name: changes to the YAML's `quantization` section.
+        cores: More models by name: other definitions of the attention core, as :func:`replace_core` takes them.
         data: Source of the pictures, by default the YAML's.
         checkpoint: File of weights, by default the YAML's, or else timm's weights.
         device: "cuda" or "cpu".
@@ -70,6 +72,7 @@ class EvaluationOptions:
 
     model: str
     settings: dict[str, dict] = field(default_factory=lambda: {"quantized": {}})
+    cores: dict[str, Attention] = field(default_factory=dict)
     data: str | None = None
     checkpoint: str | None = None
     device: str = "cpu"
@@ -141,7 +144,10 @@ def run_evaluation(options: EvaluationOptions, config_folder: Path) -> dict:
     split = _split(source, options, config.data.source, pictures)
     calibration = _calibration_batches(split, transform)
     model = load_weights(model, config, checkpoint)
+    shapes = _shapes(model, calibration)
     models, reports = _models(model, quantizations, calibration, options.device, config.expected_swapped)
+    floats = [name for name in models if name not in quantizations]
+    models |= _with_cores(models[next(iter(quantizations))], options.cores)
 
     workers = _workers(options, source)
     loader = make_loader(
@@ -152,7 +158,7 @@ def run_evaluation(options: EvaluationOptions, config_folder: Path) -> dict:
         workers=workers,
         pin_memory=options.device != "cpu",
     )
-    baseline = [name for name in models if name not in quantizations][-1]
+    baseline = floats[-1]
     total = options.limit if split.indices is None else len(split.indices)
     batches = first_pictures(loader, options.limit)
     results = evaluate(models, batches, options.device, baseline=baseline, total=total)
@@ -176,6 +182,7 @@ def run_evaluation(options: EvaluationOptions, config_folder: Path) -> dict:
         },
         "calibration": split.description,
         "modules": reports,
+        "attention": shapes,
         "baseline": baseline,
         "results": {name: _row(result, comparisons[name]) for name, result in results.items()},
         "gates": gates,
@@ -186,6 +193,43 @@ def run_evaluation(options: EvaluationOptions, config_folder: Path) -> dict:
         **_environment(options.device),
     }
     return _json_safe(report)
+
+
+def load_sample(name: str, folder: Path, data: str | None, pictures: int) -> tuple[nn.Module, torch.Tensor, str]:
+    """A float model with its weights, and some pictures as it sees them.
+
+    Args:
+        name: A configuration, as `EvaluationOptions.model` names it, a file of weights whose metadata has the
+            architecture, or a timm name.
+        folder: Where the short names are looked up.
+        data: Source of the pictures; by default the configuration's, and the embedded demo without one.
+        pictures: How many.
+
+    Returns:
+        The model, the pictures (n, 3, S, S), and the name of their source, without its folder.
+
+    Raises:
+        QvitError: The model, its weights or the data cannot be had.
+    """
+    checkpoint = None
+    if name.endswith((".safetensors", ".pth", ".pt")):
+        checkpoint = read_checkpoint(name)
+        if checkpoint.architecture is None:
+            raise CheckpointError(f"{name} does not say its architecture: add it to the metadata")
+        config = ModelConfig(checkpoint.architecture, data=DataSettings(source="demo"))
+    elif name.endswith((".yaml", ".yml")) or (folder / f"{name}.yaml").is_file():
+        config = load_model_config(name, folder)
+        checkpoint = read_checkpoint(config.checkpoint) if config.checkpoint else None
+    else:
+        config = ModelConfig(name, data=DataSettings(source="demo"))
+    model = build_model(config, checkpoint)
+    transform, _ = build_transform(model, config.data)
+    source = open_source(data or config.data.source)
+    loader = make_loader(
+        source, transform, spread(len(source), pictures), batch_size=pictures, workers=0, pin_memory=False
+    )
+    images, _ = next(iter(loader))
+    return load_weights(model, config, checkpoint), images, Path(source.name).name
 
 
 def _file_name(path: str | None) -> str | None:
@@ -281,6 +325,22 @@ def _models(
             )
         models[name], reports[name] = quantized, {"swapped": report.swapped, "total": report.total}
     return models, reports
+
+
+def _shapes(model: nn.Module, calibration: list) -> list[dict]:
+    """Name and shape of each attention core, for one picture; windows count as heads."""
+    cores = capture_cores(model, calibration[0][0][:1])
+    return [
+        {"layer": x.layer, "heads": len(x.core.q) * x.core.q.shape[1], "tokens": x.core.q.shape[2],
+         "head_dim": x.core.q.shape[3]}
+        for x in cores
+    ]  # fmt: skip
+
+
+def _with_cores(quantized: nn.Module, cores: dict[str, Attention]) -> dict[str, nn.Module]:
+    """Copies of a quantized model that attend by other definitions; they share its weights."""
+    weights = {id(x): x for x in (*quantized.parameters(), *quantized.buffers())}
+    return {name: replace_core(deepcopy(quantized, dict(weights)), attention) for name, attention in cores.items()}
 
 
 def _workers(options: EvaluationOptions, source: Source) -> int:

@@ -1,0 +1,153 @@
+"""What the hardware counts beside time: energy, by NVML, and the tensor cores' work, by Nsight Compute in a process."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import io
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qvit.errors import BackendError
+
+# Operations of a kind, in % of what the tensor cores can do, whatever instruction asks for them: mma.sync or wgmma.
+TENSOR_METRICS = {
+    "IMMA %": "sm__ops_path_tensor_src_int8.avg.pct_of_peak_sustained_elapsed",
+    "HMMA %": "sm__ops_path_tensor_src_fp16_dst_fp32.avg.pct_of_peak_sustained_elapsed",
+}
+_DURATION = "gpu__time_duration.sum"
+
+
+# ---------------------------------------------------------------- energy
+
+
+class EnergyCounter:
+    """The total energy that NVML counts for a GPU. NVML comes with the driver, so nothing has to be installed.
+
+    Raises:
+        BackendError: No NVML, or a GPU that counts no energy.
+    """
+
+    def __init__(self, device: str = "cuda") -> None:
+        try:
+            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError as error:
+            raise BackendError(f"no NVML: {error}") from error
+        self._call("nvmlInit_v2")
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        self._handle = ctypes.c_void_p()
+        self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self._handle))
+        self.read()
+
+    def read(self) -> float:
+        """Joules since the driver was loaded."""
+        millijoules = ctypes.c_ulonglong()
+        self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(millijoules))
+        return millijoules.value / 1000
+
+    def _call(self, name: str, *arguments) -> None:
+        if status := getattr(self._nvml, name)(*arguments):
+            raise BackendError(f"{name} failed with status {status}")
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Microjoules a call, as counted, and less what the GPU takes in the same time when it does nothing."""
+
+    total: float
+    above_idle: float
+
+
+def idle_watts(counter: EnergyCounter, seconds: float) -> float:
+    """What the GPU takes when it does nothing."""
+    torch.cuda.synchronize()
+    time.sleep(0.2)
+    return _watts(counter, lambda: time.sleep(seconds))[0]
+
+
+def measure_energy(
+    counter: EnergyCounter, action: Callable[[], object], calls: int, seconds: float, idle: float
+) -> Energy:
+    """Energy of an action's calls, over a loop that is long beside the counter's steps of some tens of milliseconds.
+
+    Args:
+        counter: The counter.
+        action: Makes ``calls`` calls, without waiting for them.
+        calls: See there.
+        seconds: How long the loop runs, about.
+        idle: Watts without work.
+    """
+    action()
+    torch.cuda.synchronize()
+    done = 0
+
+    def loop() -> None:
+        nonlocal done
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            for _ in range(20):
+                action()
+            torch.cuda.synchronize()
+            done += 20 * calls
+
+    watts, elapsed = _watts(counter, loop)
+    return Energy(*(1e6 * power * elapsed / done for power in (watts, watts - idle)))
+
+
+def _watts(counter: EnergyCounter, action: Callable[[], object]) -> tuple[float, float]:
+    """Mean power during an action, and its seconds."""
+    start, before = time.perf_counter(), counter.read()
+    action()
+    joules = counter.read() - before
+    elapsed = time.perf_counter() - start
+    return joules / elapsed, elapsed
+
+
+# ---------------------------------------------------------------- tensor cores
+
+
+def profile(command: Sequence[str], timeout: float = 300) -> dict[str, float]:
+    """The tensor cores' use in a command's kernels, from cudaProfilerStart to cudaProfilerStop; by `TENSOR_METRICS`.
+
+    Raises:
+        BackendError: No ncu here, or it could not read the counters.
+    """
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise BackendError("no ncu")
+    metrics = ",".join([*TENSOR_METRICS.values(), _DURATION])
+    options = ["--csv", "--page", "raw", "--clock-control", "none", "--profile-from-start", "off", "--metrics", metrics]
+    try:
+        run = subprocess.run([ncu, *options, *command], capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        raise BackendError(f"ncu took more than {timeout:g} s") from error
+    return read_profile(run.stdout)
+
+
+def read_profile(text: str) -> dict[str, float]:
+    """`TENSOR_METRICS` of ncu's raw page, kernels by their durations: their share of the peak over the whole time.
+
+    Raises:
+        BackendError: There is no kernel in it, or a metric is missing.
+    """
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    errors = [line for line in text.splitlines() if line.startswith("==ERROR==")]
+    kernels = [row for row in csv.DictReader(io.StringIO("\n".join(lines))) if row["ID"]]  # the first row has units
+    try:
+        times = [_number(row[_DURATION]) for row in kernels]
+        shares = {
+            name: sum(time * _number(row[metric]) for time, row in zip(times, kernels)) / sum(times)
+            for name, metric in TENSOR_METRICS.items()
+        }
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        raise BackendError(f"ncu: {errors[0].removeprefix('==ERROR==').strip() if errors else error!r}") from error
+    return shares
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
