@@ -35,10 +35,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Record:
-    """What the report and the checkpoint read."""
+    """What the report and the checkpoint read.
+
+    Attributes:
+        config: Of the quantization.
+        sqnr_db: Of this layer's core on a calibration batch; None where it was not measured.
+        agreement: Percent of calibration pictures with the float model's answer, of the whole model; None likewise.
+    """
 
     config: QuantConfig
     sqnr_db: float | None
+    agreement: float | None = None
 
 
 class CoreInputs(NamedTuple):

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from qvit.calibration import Calibration, calibrate
+from qvit.calibration import Calibration, calibrate_with_answers, logits_of
 from qvit.config import QuantConfig
 from qvit.discovery import Site, plan_swap
 from qvit.errors import CalibrationError, ConfigError
+from qvit.health import Answers, require_sqnr
 from qvit.patches import FOLDED
 from qvit.patches.base import QuantizedModule
 from qvit.patches.windows import FoldedBlock
 from qvit.scales import Scales
 
+_MEASURED_WITH = ("arithmetic", "precision")
 _FIXED_BY_CALIBRATION = ("granularity", "k_offset", "qk_balance", "v_channels", "calibration")
 
 
@@ -32,6 +35,11 @@ def quantize(
 
     Weights are never written, and names, hooks and `state_dict` keys stay. If anything fails, the model is unchanged.
 
+    Every layer's integer attention is compared with float on a calibration batch, and under `config.min_sqnr_db`
+    refused; `qvit.report` has the figures. Where the model classifies and calibration saw 64 pictures or more, the
+    report also says how many of them get the float model's answer. A `Calibration` holds the figures of its own
+    arithmetic and precision; with others, nothing is compared.
+
     Args:
         model: A model in eval mode with timm's `Attention`, or the window attention of Swin, Swin V2 or V2-CR.
         calib_loader: Batches as `calibrate` takes them, or a `Calibration` made before.
@@ -43,20 +51,25 @@ def quantize(
 
     Raises:
         UnsupportedModuleError: The model is compiled, quantized, in training mode, has nothing to swap, or `strict`.
-        CalibrationError: The loader gave nothing usable, or the calibration belongs to another model.
+        CalibrationError: The loader gave nothing usable, the calibration belongs to another model, a layer is too far
+            from float, or NaN or Inf anywhere in the model.
         ConfigError: The config contradicts the calibration.
     """
     with torch.inference_mode(False), torch.no_grad():
         if isinstance(calib_loader, Calibration):
             calibration = calib_loader
             config = _agreeing_config(config, calibration.config)
-            targets = plan_swap(model, config, strict=strict)
+            targets, answers = plan_swap(model, config, strict=strict), None
         else:
             config = config or QuantConfig()
             targets = plan_swap(model, config, strict=strict)
-            calibration = calibrate(model, calib_loader, config)
+            calibration, answers = calibrate_with_answers(model, calib_loader, config)
         _require_same_layers(targets, calibration, config)
-        swap_all(model, targets, calibration.layers, config, calibration.sqnr)
+        sqnr = {site.name: _measured(calibration, site.name, config) for site in targets}
+        require_sqnr(sqnr, config)
+        swap_all(model, targets, calibration.layers, config, sqnr)
+        if answers is not None:
+            _note_agreement(model, targets, answers)
     return model
 
 
@@ -87,6 +100,26 @@ def swap_all(
     except BaseException:
         restore(model)
         raise
+
+
+def _measured(calibration: Calibration, name: str, config: QuantConfig) -> float | None:
+    same = all(getattr(config, key) == getattr(calibration.config, key) for key in _MEASURED_WITH)
+    return calibration.sqnr.get(name) if same else None
+
+
+def _note_agreement(model: nn.Module, targets: list[Site], answers: Answers) -> None:
+    """Compares the swapped model's answers, for the report; gives the float model back where it has none."""
+    try:
+        record_agreement(targets, answers.agreement(logits_of(model, answers.batches)))
+    except BaseException:
+        restore(model)
+        raise
+
+
+def record_agreement(targets: list[Site], agreement: float | None) -> None:
+    """Writes a model's agreement where the report and the checkpoint find it: in each swapped module."""
+    for site in targets:
+        site.module.qvit_record = replace(site.module.qvit_record, agreement=agreement)
 
 
 def _agreeing_config(config: QuantConfig | None, calibrated: QuantConfig) -> QuantConfig:
