@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import qvit
 from qvit.errors import CheckpointError, UnsupportedModuleError
+from qvit.serialization import _checksum
 
 IMAGES = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
 
@@ -41,7 +42,8 @@ def rewrite(path, change_document=None, change_tensors=None):
     tensors = load_file(path)
     document = change_document(document) if change_document else document
     tensors = change_tensors(tensors) if change_tensors else tensors
-    save_file(tensors, path, metadata={"qvit": json.dumps(document)})
+    text = json.dumps(document)
+    save_file(tensors, path, metadata={"qvit": text, "sha256": _checksum(text, tensors)})
 
 
 @pytest.mark.parametrize("architecture", ["vit_tiny_patch16_224", SWIN])
