@@ -113,7 +113,7 @@ class QuantizedWindows(QuantizedModule):
             q, k, v, pad, self.qvit_constants, self.qvit_image_bias, rows, pattern, settings.precision, q.dtype,
             settings.backend, settings.half_exact,
         )  # fmt: skip
-        return out.reshape(*x.shape[:3], -1)
+        return out.flatten(2).unflatten(1, x.shape[1:3])
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attention inside windows.
