@@ -51,8 +51,8 @@ def quantize(
 
     Raises:
         UnsupportedModuleError: The model is compiled, quantized, in training mode, has nothing to swap, or `strict`.
-        CalibrationError: The loader gave nothing usable, the calibration belongs to another model, a layer is too far
-            from float, or NaN or Inf anywhere in the model.
+        CalibrationError: The loader gave nothing usable, the calibration belongs to another model, a layer is further
+            away from float than the config allows, or gives NaN or Inf.
         ConfigError: The config contradicts the calibration.
     """
     with torch.inference_mode(False), torch.no_grad():
