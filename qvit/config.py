@@ -142,7 +142,7 @@ class QuantConfig:
 
         try:
             values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as e:
             raise ConfigError(f"cannot read the configuration {path}: {e}") from e
         return cls.from_dict({} if values is None else values)
 
