@@ -22,7 +22,7 @@ from qvit.config import QuantConfig
 from qvit.discovery import Site, find_attention, plan_swap
 from qvit.errors import CheckpointError, ConfigError, QvitError
 from qvit.scales import Scales
-from qvit.surgery import record_agreement, swap_all
+from qvit.surgery import all_or_nothing, record_agreement, swap_all
 
 FORMAT_VERSION = 1
 _METADATA_KEY = "qvit"
@@ -95,8 +95,9 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
             raise CheckpointError(
                 f"{path} was made for other weights of this architecture; quantize this model instead"
             )
-        swap_all(model, sites, scales, config, sqnr)
-        record_agreement(sites, agreement)
+        with all_or_nothing(model):
+            swap_all(model, sites, scales, config, sqnr)
+            record_agreement(sites, agreement)
     return model
 
 

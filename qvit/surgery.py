@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +15,7 @@ from qvit.calibration import Calibration, calibrate_with_answers, logits_of
 from qvit.config import QuantConfig
 from qvit.discovery import Site, plan_swap
 from qvit.errors import CalibrationError, ConfigError
-from qvit.health import Answers, require_sqnr
+from qvit.health import require_sqnr
 from qvit.patches import FOLDED
 from qvit.patches.base import QuantizedModule
 from qvit.patches.windows import FoldedBlock
@@ -67,9 +68,10 @@ def quantize(
         _require_same_layers(targets, calibration, config)
         sqnr = {site.name: _measured(calibration, site.name, config) for site in targets}
         require_sqnr(sqnr, config)
-        swap_all(model, targets, calibration.layers, config, sqnr)
-        if answers is not None:
-            _note_agreement(model, targets, answers)
+        with all_or_nothing(model):
+            swap_all(model, targets, calibration.layers, config, sqnr)
+            if answers is not None:
+                record_agreement(targets, answers.agreement(logits_of(model, answers.batches)))
     return model
 
 
@@ -90,13 +92,19 @@ def swap_all(
     config: QuantConfig,
     sqnr: Mapping[str, float],
 ) -> None:
-    """Swaps the targets, all or none; `scales` and `sqnr` go by module name."""
+    """Swaps the targets, inside of `all_or_nothing`; `scales` and `sqnr` go by module name."""
+    for site in targets:
+        site.adapter.swap(site.module, scales[site.name], config, sqnr.get(site.name))
+    for module in model.modules():
+        if type(module) in FOLDED:
+            FOLDED[type(module)].fold(module)
+
+
+@contextmanager
+def all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Gives the float model back where the body fails, or is interrupted."""
     try:
-        for site in targets:
-            site.adapter.swap(site.module, scales[site.name], config, sqnr.get(site.name))
-        for module in model.modules():
-            if type(module) in FOLDED:
-                FOLDED[type(module)].fold(module)
+        yield
     except BaseException:
         restore(model)
         raise
@@ -105,15 +113,6 @@ def swap_all(
 def _measured(calibration: Calibration, name: str, config: QuantConfig) -> float | None:
     same = all(getattr(config, key) == getattr(calibration.config, key) for key in _MEASURED_WITH)
     return calibration.sqnr.get(name) if same else None
-
-
-def _note_agreement(model: nn.Module, targets: list[Site], answers: Answers) -> None:
-    """Compares the swapped model's answers, for the report; gives the float model back where it has none."""
-    try:
-        record_agreement(targets, answers.agreement(logits_of(model, answers.batches)))
-    except BaseException:
-        restore(model)
-        raise
 
 
 def record_agreement(targets: list[Site], agreement: float | None) -> None:

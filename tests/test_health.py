@@ -243,6 +243,20 @@ def calls_until(number, action):
     return calls
 
 
+def assert_every_fault_is_undone(model, action, numbers=None):
+    """Faults at the given calls of an action on the model, by default at each; returns how many."""
+    action(copy.deepcopy(model))  # fills caches, so that the calls are the same each time
+    total = calls_until(0, lambda: action(copy.deepcopy(model)))
+    before = snapshot(model)
+    numbers = range(1, total + 1) if numbers is None else numbers(total)
+    for number in numbers:
+        with pytest.raises(Fault):
+            calls_until(number, lambda: action(model))
+        assert snapshot(model) == before, f"after a fault at call {number} of {total}"
+    print(f"{len(numbers)} faults in {total} calls")  # -s shows it
+    return len(numbers)
+
+
 @pytest.mark.parametrize("make", [make, make_swin])
 def test_a_fault_at_any_stage_leaves_the_model_alone(make):
     model, size = make(), 48 if make is not make_swin else 56
@@ -251,14 +265,18 @@ def test_a_fault_at_any_stage_leaves_the_model_alone(make):
     config = qvit.QuantConfig(calibration=qvit.CalibrationConfig("mse"))
     with torch.no_grad():
         expected = model(pictures[:2])
-    before = snapshot(model)
-    total = calls_until(0, lambda: qvit.quantize(copy.deepcopy(model), loader, config))
-    # The swap comes last but the answers, and there faults leave most behind.
-    numbers = sorted({*range(1, total, total // 12), *range(int(0.8 * total), total + 1, total // 90)})
-    for number in numbers:
-        with pytest.raises(Fault):
-            calls_until(number, lambda: qvit.quantize(model, loader, config))
-        assert snapshot(model) == before, number
+    # All through, and more of the end, where the swapped model answers.
+    sparse = lambda total: sorted({*range(1, total, total // 14), *range(int(0.9 * total), total, total // 90)})  # noqa: E731
+    assert assert_every_fault_is_undone(model, lambda m: qvit.quantize(m, loader, config), sparse) > 20
     with torch.no_grad():
         assert torch.equal(model(pictures[:2]), expected)
-    print(f"{len(numbers)} faults in {total} calls")  # -s shows it
+
+
+@pytest.mark.parametrize("make", [make, make_swin])
+def test_a_fault_at_any_call_of_the_swap_or_of_load_leaves_the_model_alone(make, tmp_path):
+    model, size = make(), 48 if make is not make_swin else 56
+    calibration = qvit.calibrate(model, [torch.randn(2, 3, size, size)])
+    assert assert_every_fault_is_undone(model, lambda m: qvit.quantize(m, calibration)) > 50
+    path = tmp_path / "q.safetensors"
+    qvit.save(qvit.quantize(copy.deepcopy(model), calibration), path)
+    assert assert_every_fault_is_undone(model, lambda m: qvit.load(m, path)) > 50

@@ -190,6 +190,33 @@ def test_autocast_and_channels_last(name):
     torch.testing.assert_close(model(x.to(memory_format=torch.channels_last)), expected, rtol=1e-2, atol=1e-2)
 
 
+# ---------------------------------------------------------------- edges of a module's input
+
+
+@pytest.mark.parametrize("arithmetic", ["qvit", "paper", "paper_text"])
+@pytest.mark.parametrize("shape", [(0, 9, 48), (2, 0, 48), (2, 1, 48)], ids=str)
+def test_empty_batches_and_sequences_pass_a_module(shape, arithmetic):
+    attn = timm.layers.Attention(48, 3).eval()
+    qvit.quantize(attn, [torch.randn(2, 9, 48)], qvit.QuantConfig(arithmetic))
+    x = torch.randn(shape)
+    for causal in (False, True):
+        assert attn(x, is_causal=causal).shape == shape
+
+
+def test_an_empty_batch_passes_a_model():
+    assert quantized("vit")(images("vit")[:0]).shape == (0, 5)
+
+
+def test_nan_in_the_mask_of_a_module_masks_that_key():
+    attn = timm.layers.Attention(48, 3).eval()
+    x = torch.randn(2, 9, 48)
+    qvit.quantize(attn, [x])
+    keep = torch.rand(9, 9) > 0.3
+    for value in (float("nan"), float("inf")):
+        mask = torch.zeros(9, 9).masked_fill(~keep, value)
+        assert torch.equal(attn(x, attn_mask=mask), attn(x, attn_mask=keep))
+
+
 # ---------------------------------------------------------------- features, sizes, hooks, threads
 
 
