@@ -35,10 +35,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Record:
-    """What the report and the checkpoint read."""
+    """What the report and the checkpoint read.
+
+    Attributes:
+        config: Of the quantization.
+        sqnr_db: Of this layer's core on a calibration batch; None where it was not measured.
+        agreement: Percent of calibration pictures with the float model's answer, of the whole model; None likewise.
+    """
 
     config: QuantConfig
     sqnr_db: float | None
+    agreement: float | None = None
 
 
 class CoreInputs(NamedTuple):
@@ -287,8 +294,8 @@ def attention_mask(
 
 def split_heads(qkv: torch.Tensor, heads: int) -> torch.Tensor:
     """A packed projection (B, N, 3 * H * D) as a view (3, B, H, N, D)."""
-    B, N, _ = qkv.shape
-    return qkv.reshape(B, N, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    B, N, C = qkv.shape
+    return qkv.reshape(B, N, 3, heads, C // (3 * heads)).permute(2, 0, 3, 1, 4)  # no -1, for B may be 0
 
 
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -113,7 +113,7 @@ class QuantizedWindows(QuantizedModule):
             q, k, v, pad, self.qvit_constants, self.qvit_image_bias, rows, pattern, settings.precision, q.dtype,
             settings.backend, settings.half_exact,
         )  # fmt: skip
-        return out.reshape(*x.shape[:3], -1)
+        return out.flatten(2).unflatten(1, x.shape[1:3])
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attention inside windows.
@@ -212,15 +212,16 @@ class FoldedBlock:
             return
         plan = cls._plan_of(block)
         if plan is not None:
+            block.__class__ = cls  # first: what fails from here on, `unfold` undoes
             cls._take(block, plan)
-            block.__class__ = cls
 
     def unfold(self) -> None:
         """Gives the host's class back; call it before the attention's own way back."""
         self.__class__ = self.host
         for module, names in ((self, ("qvit_rows", "qvit_pattern")), (self.attn, ("qvit_masks", "qvit_image_bias"))):
             for name in names:
-                module._buffers.pop(name, None)
+                if name in module._buffers:
+                    delattr(module, name)
         vars(self).pop("qvit_image", None)
 
     def reads_image(self, x: torch.Tensor) -> bool:

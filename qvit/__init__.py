@@ -16,7 +16,7 @@ _EXPORTS = {
     "CalibrationConfig": "config",
     "Scales": "scales",
     "attention": "ops",
-    "report": "report",
+    "report": "reporting",  # a submodule of the same name would take its place
     "save": "serialization",
     "load": "serialization",
     "QvitError": "errors",

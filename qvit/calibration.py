@@ -25,6 +25,7 @@ from tqdm import tqdm
 from qvit.config import CalibrationConfig, QuantConfig
 from qvit.discovery import Site, plan_swap
 from qvit.errors import CalibrationError, ConfigError, QvitError
+from qvit.health import Answers, require_finite
 from qvit.patches.base import CoreInputs, Settings, core_bias, run_core
 from qvit.scales import ChannelGains, Ranges, Scales, build_scales, channel_gains, k_reach
 
@@ -100,12 +101,24 @@ def calibrate(model: nn.Module, calib_loader: Iterable[Any], config: QuantConfig
         CalibrationError: The loader is empty, fails, or gives batches of an unknown structure or a wrong shape; NaN,
             Inf or nothing but zeros in the batches or in a layer.
     """
-    config = config or QuantConfig()
+    return calibrate_with_answers(model, calib_loader, config or QuantConfig())[0]
+
+
+def calibrate_with_answers(
+    model: nn.Module, calib_loader: Iterable[Any], config: QuantConfig
+) -> tuple[Calibration, Answers]:
+    """As `calibrate`, with what the float model answers to the first pictures."""
     with torch.inference_mode(False), torch.no_grad():
         targets = plan_swap(model, config)
         observers = {site.name: _RangeObserver(site) for site in targets}
-        batches = []
-        observe_cores(model, _keep(_read(calib_loader, config.calibration.batches), batches), targets, observers)
+        batches, answers = [], Answers()
+
+        def note(batch: torch.Tensor, output: Any) -> None:
+            require_finite(model, output, lambda: _forward(model, batch))
+            batches.append(batch)
+            answers.note(model, batch, output)
+
+        observe_cores(model, _read(calib_loader, config.calibration.batches), targets, observers, note)
         if not batches:
             raise CalibrationError("the calibration loader gave no batches")
         if not any(batch.any() for batch in batches):
@@ -115,7 +128,12 @@ def calibrate(model: nn.Module, calib_loader: Iterable[Any], config: QuantConfig
         layers = {s.name: _build(s, ranges[s.name], clips.get(s.name), config) for s in targets}
         meters = {s.name: _SqnrMeter(layers[s.name], config) for s in targets}
         observe_cores(model, [batches[0][:SQNR_IMAGES]], targets, meters)
-        return Calibration(layers, config, {name: meter.decibels() for name, meter in meters.items()})
+        return Calibration(layers, config, {name: meter.decibels() for name, meter in meters.items()}), answers
+
+
+def logits_of(model: nn.Module, batches: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The model's outputs for batches of images."""
+    return (_forward(model, batch) for batch in batches)
 
 
 class _RangeObserver:
@@ -305,15 +323,19 @@ def observe_cores(
     batches: Iterable[torch.Tensor],
     targets: list[Site],
     observers: Mapping[str, Callable[[CoreInputs], None]],
+    note: Callable[[torch.Tensor, Any], None] = lambda batch, output: None,
 ) -> None:
-    """Forwards the batches with one observer on the core of each target; the hooks are gone afterwards."""
+    """Forwards the batches with one observer on the core of each target; the hooks are gone afterwards.
+
+    `note` gets each batch with the model's output.
+    """
     hooks = []
     try:
         for site in targets:
             hook = _core_hook(site, observers[site.name])
             hooks.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
         for batch in batches:
-            _forward(model, batch)
+            note(batch, _forward(model, batch))
     finally:
         for hook in hooks:
             hook.remove()
@@ -326,22 +348,16 @@ def _core_hook(site: Site, observer: Callable[[CoreInputs], None]) -> Callable[.
     return observe
 
 
-def _forward(model: nn.Module, batch: torch.Tensor) -> None:
+def _forward(model: nn.Module, batch: torch.Tensor) -> Any:
     weight = next(p for p in model.parameters() if p.is_floating_point())
     try:
-        model(batch.to(weight.device, weight.dtype))
+        return model(batch.to(weight.device, weight.dtype))
     except QvitError:
         raise
     except Exception as e:
         raise CalibrationError(
             f"the model's forward failed on a calibration batch of shape {tuple(batch.shape)}: {type(e).__name__}: {e}"
         ) from e
-
-
-def _keep(batches: Iterable[torch.Tensor], kept: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for batch in batches:
-        kept.append(batch)
-        yield batch
 
 
 def _read(loader: Iterable[Any], limit: int) -> Iterator[torch.Tensor]:

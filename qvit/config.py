@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ class QuantConfig:
         backend: "auto" (by device), "triton" or "reference".
         skip_slower: a module computes in float where the recorded times (`qvit.speed`) say that float is faster for
             the device and the batch; `qvit.report` says which ran. For "qvit" on Triton, whose times are recorded.
+        min_sqnr_db: `qvit.quantize` refuses a layer whose integer attention is further from float than this SQNR on a
+            calibration batch; None refuses none. For "qvit": the published arithmetics are there to be measured.
         exclude: fnmatch patterns of module names that stay float.
         calibration: how ranges become scales.
 
@@ -92,6 +95,7 @@ class QuantConfig:
     v_channels: bool = True
     backend: str = "auto"
     skip_slower: bool = False
+    min_sqnr_db: float | None = 15.0
     exclude: tuple[str, ...] = ()
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
@@ -102,6 +106,8 @@ class QuantConfig:
         _require_choice("backend", self.backend, BACKENDS)
         for key in ("k_offset", "qk_balance", "v_channels", "skip_slower"):
             _require(isinstance(getattr(self, key), bool), key, getattr(self, key), "true or false")
+        is_floor = self.min_sqnr_db is None or (_is_number(self.min_sqnr_db) and isfinite(self.min_sqnr_db))
+        _require(is_floor, "min_sqnr_db", self.min_sqnr_db, "a finite number of dB, or None")
         is_list = isinstance(self.exclude, (list, tuple)) and all(isinstance(item, str) for item in self.exclude)
         _require(is_list, "exclude", self.exclude, "a list of module name patterns")
         object.__setattr__(self, "exclude", tuple(self.exclude))
@@ -136,7 +142,7 @@ class QuantConfig:
 
         try:
             values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as e:
             raise ConfigError(f"cannot read the configuration {path}: {e}") from e
         return cls.from_dict({} if values is None else values)
 

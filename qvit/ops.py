@@ -192,6 +192,8 @@ def run_attention(
         bias = bias.expand(-1, q.shape[1], -1, -1)
     if arithmetic == "qvit":
         return torch.ops.qvit.attention(q, k, v, constants, bias, precision, q.dtype, backend, half_exact)
+    if not q.numel():  # no largest magnitude to find a scale by
+        return q.new_empty(q.transpose(1, 2).shape)
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = (reference.quantize_tensor(x) for x in (q, k, v))
     text = arithmetic == "paper_text"
     units = reference.paper_constants(q_scale, k_scale, softmax_scale, text=text)

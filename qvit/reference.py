@@ -277,6 +277,8 @@ def exponent_bias(bias: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
     if bias.dtype == torch.bool:
         return torch.where(bias, 0, MASKED).int().expand(*bias.shape[:-3], len(constants), *bias.shape[-2:])
     masked = ~torch.isfinite(bias)
+    if not bias.numel():  # a row without keys has no largest
+        return masked.int().expand(*bias.shape[:-3], len(constants), *bias.shape[-2:])
     bias = bias.float().masked_fill(masked, -math.inf)
     top = bias.amax(-1, keepdim=True)
     below = (bias - torch.where(torch.isfinite(top), top, 0.0)).double() * mult.double()

@@ -25,6 +25,7 @@ DEAD_OCTAVES = 17  # beyond this distance from the row's maximum, a weight is 0 
 _PAIR_SLACK = 1 / 64  # room in the product of q's and k's multipliers to choose them in
 _MIN_RANGE = 1e-30  # a smaller absolute maximum is a dead tensor
 _DEAD_CHANNEL = 1e-6  # a channel this far below the tensor's maximum takes part in no balance
+_MAX_O_RATIO = 63  # of V's scale to the output's; the integer that stores it holds 64, and multipliers are rounded
 _LEAST_K_RANGE = 1 / 64  # of K's middle: half precision resolves little below, and zero points stay under 2^13
 
 # Layout of a row of constants, after the six vectors over channels.
@@ -159,7 +160,8 @@ def build_scales(
             top = top * clip[name].to(top)
         base[name] = top[:, None] / QMAX  # (H, 1), scale of the normalised tensor
     o_scale = ranges.o_absmax if granularity == "head" else ranges.o_absmax.max().expand(len(ranges.o_absmax))
-    o_scale = o_scale.clamp_min(_DEAD_CHANNEL * ranges.v_absmax.max()) / QMAX
+    # An output far smaller than V, whose values cancel, gets the finest int8 that the output ratio can hold.
+    o_scale = torch.maximum(o_scale / QMAX, (base["v"] / gains.v_gain).amax(1) / _MAX_O_RATIO)
     exp_bits, exp_mult, shrink = _exponent_units(
         base["q"] * base["k"] * softmax_scale * LOG2E, ranges.q_absmax.shape[1]
     )

@@ -1,7 +1,8 @@
 """Saves a quantization beside its float weights, and puts it back: one safetensors file, nothing is unpickled.
 
-The file holds the constants of each layer, and in its metadata the configuration, the layers, and a fingerprint of
-the float weights of the swapped modules, so that constants never meet weights that they were not made for.
+The file holds the constants of each layer, and in its metadata the configuration, the layers, a fingerprint of the
+model's float weights, so that constants never meet weights that they were not made for (what a layer sees depends on
+all that come before it), and a checksum of all this, for a flipped bit of a constant would pass every other check.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from qvit.config import QuantConfig
 from qvit.discovery import Site, find_attention, plan_swap
 from qvit.errors import CheckpointError, ConfigError, QvitError
 from qvit.scales import Scales
-from qvit.surgery import swap_all
+from qvit.surgery import all_or_nothing, record_agreement, swap_all
 
 FORMAT_VERSION = 1
 _METADATA_KEY = "qvit"
+_CHECKSUM_KEY = "sha256"
 _PREFIX = "constants:"  # a module name may be empty, a tensor's may not
 # Two roundings, so that a float32 model and its half-precision copy know each other.
 _FINGERPRINT_DTYPES = (torch.float16, torch.bfloat16)
@@ -46,13 +48,15 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     document = {
         "format_version": FORMAT_VERSION,
         "config": sites[0].module.qvit_record.config.to_dict(),
-        "fingerprint": _fingerprint(sites),
+        "fingerprint": _fingerprint(model),
         "layers": {site.name: _describe(site) for site in sites},
         "sqnr_db": {site.name: site.module.qvit_record.sqnr_db for site in sites},
+        "agreement": sites[0].module.qvit_record.agreement,
     }
     tensors = {_PREFIX + site.name: site.module.qvit_constants.cpu().contiguous() for site in sites}
+    text = json.dumps(document, allow_nan=False)
     try:
-        save_file(tensors, os.fspath(path), metadata={_METADATA_KEY: json.dumps(document, allow_nan=False)})
+        save_file(tensors, os.fspath(path), metadata={_METADATA_KEY: text, _CHECKSUM_KEY: _checksum(text, tensors)})
     except (OSError, SafetensorError) as e:
         raise CheckpointError(f"cannot write {path}: {e}") from e
 
@@ -75,7 +79,9 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     document, tensors = _read(path)
     try:
         config = QuantConfig.from_dict(document["config"])
-        layers, fingerprint, sqnr = (dict(document[key]) for key in ("layers", "fingerprint", "sqnr_db"))
+        layers, fingerprint = dict(document["layers"]), dict(document["fingerprint"])
+        sqnr = {name: _number(db) for name, db in document["sqnr_db"].items()}
+        agreement = _number(document["agreement"])
         scales = {n: Scales.from_constants(tensors[_PREFIX + n], layer["softmax_scale"]) for n, layer in layers.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError, QvitError) as e:
         raise CheckpointError(f"{path} is damaged: {type(e).__name__}: {e}") from e
@@ -85,11 +91,13 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         except ConfigError as e:  # a pattern of the file's config finds nothing here
             raise CheckpointError(f"{path} does not fit the model: {e}") from e
         _require_same_layers(sites, layers, scales, path)
-        if not set(_fingerprint(sites).items()) & set(fingerprint.items()):
+        if not set(_fingerprint(model).items()) & set(fingerprint.items()):
             raise CheckpointError(
                 f"{path} was made for other weights of this architecture; quantize this model instead"
             )
-        swap_all(model, sites, scales, config, sqnr)
+        with all_or_nothing(model):
+            swap_all(model, sites, scales, config, sqnr)
+            record_agreement(sites, agreement)
     return model
 
 
@@ -98,15 +106,33 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch
         with safe_open(Path(path), framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-        document = json.loads(metadata[_METADATA_KEY]) if _METADATA_KEY in metadata else None
-    except (OSError, SafetensorError, ValueError) as e:
-        raise CheckpointError(f"cannot read {path}: {type(e).__name__}: {e}") from e
+        text = metadata.get(_METADATA_KEY)
+        document = None if text is None else json.loads(text)
+    except (OSError, SafetensorError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"cannot read {path}: {type(e).__name__}: {e}; save or copy the file again") from e
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} is a safetensors file, but not one saved by qvit")
     if document.get("format_version") != FORMAT_VERSION:
         found = document.get("format_version")
-        raise CheckpointError(f"{path} has format version {found!r}, this qvit reads {FORMAT_VERSION}")
+        raise CheckpointError(
+            f"{path} has format version {found!r}, this qvit reads {FORMAT_VERSION}; use the qvit that wrote it"
+        )
+    if metadata.get(_CHECKSUM_KEY) != _checksum(text, tensors):
+        raise CheckpointError(f"{path} is damaged: its checksum does not match; save or copy the file again")
     return document, tensors
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _checksum(text: str, tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of the metadata and of the names, dtypes, shapes and bytes of all tensors."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _describe(site: Site) -> dict[str, Any]:
@@ -134,15 +160,16 @@ def _require_same_layers(
             raise CheckpointError(f"{path} is damaged: the constants of {name!r} are for {found}, expected {expected}")
 
 
-def _fingerprint(sites: list[Site]) -> dict[str, str]:
-    """SHA-256 of the names, shapes and values of the modules' parameters, by the dtype they were rounded to."""
-    return {str(dtype).removeprefix("torch."): _digest(sites, dtype) for dtype in _FINGERPRINT_DTYPES}
+def _fingerprint(model: nn.Module) -> dict[str, str]:
+    """SHA-256 of the names, shapes and values of the model's float weights, by the dtype they were rounded to."""
+    return {str(dtype).removeprefix("torch."): _digest(model, dtype) for dtype in _FINGERPRINT_DTYPES}
 
 
-def _digest(sites: list[Site], dtype: torch.dtype) -> str:
+def _digest(model: nn.Module, dtype: torch.dtype) -> str:
     digest = hashlib.sha256()
-    for site in sites:
-        for name, parameter in site.module.named_parameters():
-            digest.update(f"{site.name}.{name}{tuple(parameter.shape)}".encode())
-            digest.update(parameter.detach().to("cpu", dtype).contiguous().view(torch.int16).numpy().tobytes())
+    for name, weight in model.state_dict().items():
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+            digest.update(f"{name}{tuple(weight.shape)}".encode())
+            rounded = weight.detach().to("cpu", dtype).contiguous()
+            digest.update(rounded.flatten().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

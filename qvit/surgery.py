@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from qvit.calibration import Calibration, calibrate
+from qvit.calibration import Calibration, calibrate_with_answers, logits_of
 from qvit.config import QuantConfig
 from qvit.discovery import Site, plan_swap
 from qvit.errors import CalibrationError, ConfigError
+from qvit.health import require_sqnr
 from qvit.patches import FOLDED
 from qvit.patches.base import QuantizedModule
 from qvit.patches.windows import FoldedBlock
 from qvit.scales import Scales
 
+_MEASURED_WITH = ("arithmetic", "precision")
 _FIXED_BY_CALIBRATION = ("granularity", "k_offset", "qk_balance", "v_channels", "calibration")
 
 
@@ -32,6 +36,11 @@ def quantize(
 
     Weights are never written, and names, hooks and `state_dict` keys stay. If anything fails, the model is unchanged.
 
+    Every layer's integer attention is compared with float on a calibration batch, and under `config.min_sqnr_db`
+    refused; `qvit.report` has the figures. Where the model classifies and calibration saw 64 pictures or more, the
+    report also says how many of them get the float model's answer. A `Calibration` holds the figures of its own
+    arithmetic and precision; with others, nothing is compared.
+
     Args:
         model: A model in eval mode with timm's `Attention`, or the window attention of Swin, Swin V2 or V2-CR.
         calib_loader: Batches as `calibrate` takes them, or a `Calibration` made before.
@@ -43,20 +52,26 @@ def quantize(
 
     Raises:
         UnsupportedModuleError: The model is compiled, quantized, in training mode, has nothing to swap, or `strict`.
-        CalibrationError: The loader gave nothing usable, or the calibration belongs to another model.
+        CalibrationError: The loader gave nothing usable, the calibration belongs to another model, a layer is further
+            away from float than the config allows, or gives NaN or Inf.
         ConfigError: The config contradicts the calibration.
     """
     with torch.inference_mode(False), torch.no_grad():
         if isinstance(calib_loader, Calibration):
             calibration = calib_loader
             config = _agreeing_config(config, calibration.config)
-            targets = plan_swap(model, config, strict=strict)
+            targets, answers = plan_swap(model, config, strict=strict), None
         else:
             config = config or QuantConfig()
             targets = plan_swap(model, config, strict=strict)
-            calibration = calibrate(model, calib_loader, config)
+            calibration, answers = calibrate_with_answers(model, calib_loader, config)
         _require_same_layers(targets, calibration, config)
-        swap_all(model, targets, calibration.layers, config, calibration.sqnr)
+        sqnr = {site.name: _measured(calibration, site.name, config) for site in targets}
+        require_sqnr(sqnr, config)
+        with all_or_nothing(model):
+            swap_all(model, targets, calibration.layers, config, sqnr)
+            if answers is not None:
+                record_agreement(targets, answers.agreement(logits_of(model, answers.batches)))
     return model
 
 
@@ -77,16 +92,33 @@ def swap_all(
     config: QuantConfig,
     sqnr: Mapping[str, float],
 ) -> None:
-    """Swaps the targets, all or none; `scales` and `sqnr` go by module name."""
+    """Swaps the targets, inside of `all_or_nothing`; `scales` and `sqnr` go by module name."""
+    for site in targets:
+        site.adapter.swap(site.module, scales[site.name], config, sqnr.get(site.name))
+    for module in model.modules():
+        if type(module) in FOLDED:
+            FOLDED[type(module)].fold(module)
+
+
+@contextmanager
+def all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Gives the float model back where the body fails, or is interrupted."""
     try:
-        for site in targets:
-            site.adapter.swap(site.module, scales[site.name], config, sqnr.get(site.name))
-        for module in model.modules():
-            if type(module) in FOLDED:
-                FOLDED[type(module)].fold(module)
+        yield
     except BaseException:
         restore(model)
         raise
+
+
+def _measured(calibration: Calibration, name: str, config: QuantConfig) -> float | None:
+    same = all(getattr(config, key) == getattr(calibration.config, key) for key in _MEASURED_WITH)
+    return calibration.sqnr.get(name) if same else None
+
+
+def record_agreement(targets: list[Site], agreement: float | None) -> None:
+    """Writes a model's agreement where the report and the checkpoint find it: in each swapped module."""
+    for site in targets:
+        site.module.qvit_record = replace(site.module.qvit_record, agreement=agreement)
 
 
 def _agreeing_config(config: QuantConfig | None, calibrated: QuantConfig) -> QuantConfig:

@@ -95,7 +95,7 @@ def test_yaml(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["precision: [", "- a\n- b\n", "precision: lowest\n", "x: !!python/object:os.system 1"]
+    "text", ["[" * 1_500, "precision: [", "- a\n- b\n", "precision: lowest\n", "x: !!python/object:os.system 1"]
 )
 def test_bad_yaml(tmp_path, text):
     path = tmp_path / "c.yaml"

@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 import types
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from qvit.errors import ConfigError, DataError
@@ -136,11 +139,94 @@ def test_a_broken_picture_is_named_by_a_worker_without_its_traceback(tmp_path: P
     root = image_folder(tmp_path, WNIDS)
     (root / WNIDS[1] / "p0.JPEG").write_bytes(encode()[:200])
     source = open_source(str(root))
-    loader = make_loader(source, TO_TENSOR, np.arange(len(source)), batch_size=4, workers=1, pin_memory=False)
+    options = {"batch_size": 4, "workers": 1, "pin_memory": False, "strict": True}
+    loader = make_loader(source, TO_TENSOR, np.arange(len(source)), **options)
     with pytest.raises(DataError) as caught:
         evaluate({"float": torch.nn.Flatten()}, loader, "cpu")
     assert f"{WNIDS[1]}/p0.JPEG" in str(caught.value)
     assert "Traceback" not in str(caught.value)
+
+
+def bomb() -> bytes:
+    """A PNG of a few bytes that says it has 2^32 pixels."""
+    content = bytearray(encode(kind="PNG"))
+    content[16:24] = (65536).to_bytes(4, "big") * 2
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
+    return bytes(content)
+
+
+HAZARDS = {
+    "zero_bytes": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(encode()[:200]),
+    "bomb": lambda path: path.write_bytes(bomb()),
+    "link_to_itself": lambda path: path.symlink_to(path),
+    "link_to_nothing": lambda path: path.symlink_to("nowhere"),
+    "folder_in_its_place": lambda path: path.symlink_to(path.parent),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_hazards_are_left_out_and_counted(tmp_path: Path, workers: int) -> None:
+    root = image_folder(tmp_path, WNIDS, count=5)
+    listed = {kind for kind in HAZARDS if kind != "folder_in_its_place"}  # a link to a folder is no picture
+    for kind, make in HAZARDS.items():
+        make(root / WNIDS[0] / f"{kind}.JPEG")
+    (root / WNIDS[1] / "loop").symlink_to(root)  # back to where we came from
+    source = open_source(str(root))
+    assert len(source) == 20 + len(listed)
+    indices = np.arange(len(source))
+    loader = make_loader(source, TO_TENSOR, indices, batch_size=3, workers=workers, pin_memory=False)
+    batches = list(loader)
+    assert sum(len(labels) for _, labels in batches) == 20
+    assert torch.cat([labels for _, labels in batches]).bincount().tolist() == [5] * 4
+    named = {kind for kind in HAZARDS for line in loader.unreadable if f"/{kind}.JPEG" in line}
+    assert named == listed and len(loader.unreadable) == len(listed)
+
+
+def test_a_batch_without_a_readable_picture_is_none(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, WNIDS, count=1)
+    for path in root.rglob("*.JPEG"):
+        path.write_bytes(b"")
+    loader = make_loader(open_source(str(root)), TO_TENSOR, np.arange(4), batch_size=2, workers=0, pin_memory=False)
+    assert list(loader) == [] and len(loader.unreadable) == 4
+
+
+def test_a_file_without_permission_is_left_out(tmp_path: Path, monkeypatch) -> None:
+    source = open_source(str(image_folder(tmp_path, WNIDS)))
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Image, "open", denied)
+    loader = make_loader(source, TO_TENSOR, np.arange(8), batch_size=4, workers=0, pin_memory=False)
+    assert list(loader) == [] and all("Permission denied" in line for line in loader.unreadable)
+
+
+def test_a_folder_without_permission_is_named(tmp_path: Path, monkeypatch) -> None:
+    root = image_folder(tmp_path, WNIDS)
+    scandir = os.scandir
+
+    def denied(path):
+        if Path(path).name == WNIDS[2]:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(DataError, match=f"cannot read the folder .*{WNIDS[2]}: Permission denied"):
+        open_source(str(root))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.sampled_from(sorted(ODD_PICTURES)), st.integers(0, 10**6), st.integers(1, 255), st.integers(1, 10**6))
+def test_damaged_pictures_are_read_or_refused_by_name(kind: str, position: int, change: int, length: int) -> None:
+    content = bytearray(ODD_PICTURES[kind])
+    content[position % len(content)] ^= change
+    try:
+        picture = open_picture(bytes(content[: 1 + length % len(content)]), "here.jpg")
+    except DataError as error:
+        assert "here.jpg" in str(error)
+    else:
+        assert picture.mode == "RGB"
 
 
 TO_TENSOR = TensorTransform(
@@ -571,6 +657,7 @@ def test_configurations_load_and_timm_knows_the_models(name: str) -> None:
         ("- model", "mapping"),
         ("model: [", "not valid YAML"),
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        pytest.param("[" * 1_500, "not valid YAML", id="nested"),
     ],
 )
 def test_a_wrong_configuration_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:

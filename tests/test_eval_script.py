@@ -103,6 +103,25 @@ def test_a_run_reports_everything(script, tiny, tmp_path, capsys) -> None:
     assert "warning: a drop is hard to see" in printed
 
 
+def test_pictures_that_cannot_be_read_are_counted_and_named(script, tiny, tmp_path, capsys) -> None:
+    output, folder = tmp_path / "results.json", tmp_path / "data"
+    victims = sorted(folder.rglob("*.png"))[4:6]
+    for victim in victims:
+        victim.write_bytes(b"")
+    calib = make_folder(tmp_path / "calib", count=5)
+    sorted(calib.rglob("*.png"))[0].write_bytes(b"")
+    arguments = [*tiny, "--calib", str(calib), "--output", str(output)]
+    assert script.main(arguments) == 0
+    report = json.loads(output.read_text())
+    assert report["data"]["pictures"] == 22 and report["results"]["fp32"]["agreement"] == 100
+    assert [str(victim) in line for victim, line in zip(victims, report["data"]["unreadable"], strict=True)] == [
+        True
+    ] * 2
+    assert report["calibration"]["pictures"] == 19 and len(report["calibration"]["unreadable"]) == 1
+    assert f"warning: 3 pictures left out, the first: cannot read the picture {victims[0]}" in capsys.readouterr().out
+    assert "cannot read the picture" in refused(script, capsys, [*arguments, "--strict-data"])
+
+
 def test_precision_arithmetic_and_calibration_reach_the_quantization(script, tiny, tmp_path) -> None:
     output, calib = tmp_path / "results.json", make_folder(tmp_path / "calib", count=20)
     arguments = ["--precision", "high", "--calib", str(calib), "--calib-batches", "2", "--output", str(output)]
@@ -112,6 +131,7 @@ def test_precision_arithmetic_and_calibration_reach_the_quantization(script, tin
     assert high["quantization"]["quantized"]["calibration"]["batches"] == 2
     assert high["calibration"] == {
         "source": str(calib), "pictures": 64, "batch_size": 32, "left_out_of_the_evaluation": False,
+        "unreadable": [],
     }  # fmt: skip
     assert high["data"]["pictures"] == 24
     assert script.main([*tiny, "--arithmetic", "paper", "--output", str(output)]) == 0
@@ -225,7 +245,7 @@ def test_a_checkpoint_of_another_model(script, tiny, tmp_path, capsys) -> None:
 def test_a_broken_picture_stops_the_run(script, tiny, tmp_path, capsys) -> None:
     broken = tmp_path / "data" / "bee" / "3.png"
     broken.write_bytes(broken.read_bytes()[:100])
-    assert "bee/3.png" in refused(script, capsys, tiny)
+    assert "bee/3.png" in refused(script, capsys, [*tiny, "--strict-data"])
 
 
 def test_no_gpu_is_said(script, tiny, capsys, monkeypatch) -> None:

@@ -163,24 +163,6 @@ def test_the_backend_of_a_device():
 # ---------------------------------------------------------------- torch.library
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
-def test_opcheck(dtype):
-    q, k, v, scales = operands((1, 2, 17, 16))
-    if dtype == torch.int8:
-        q, k, v = (R.quantize_tensor(x)[0] for x in (q, k, v))
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    constants = scales.constants()
-    bias = R.exponent_bias(torch.randn(1, 2, 17, 17), constants)
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    for addend in (None, bias):
-        args = (q, k, v, constants, addend, "high", dtype, "reference", True)
-        torch.library.opcheck(torch.ops.qvit.attention.default, args, test_utils=tests)
-    if dtype == torch.int8:
-        units = R.paper_constants(torch.tensor(0.01), torch.tensor(0.01), 0.25, text=False)
-        args = (q, k, v, units, None, False, "reference")
-        torch.library.opcheck(torch.ops.qvit.attention_paper.default, args, test_utils=tests)
-
-
 def test_fullgraph_compilation():
     q, k, v, scales = operands()
     constants = scales.constants()

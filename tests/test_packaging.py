@@ -136,3 +136,10 @@ def test_no_large_or_foreign_files_in_the_tree():
 def test_every_weight_file_is_a_demo_model():
     weights = {p.name for p in (ROOT / "configs" / "weights").iterdir()}
     assert weights == {"demo_deit.safetensors", "demo_swin.safetensors"}
+
+
+def test_no_submodule_has_the_name_of_something_public():
+    """Importing it would put the module where the function was."""
+    import pkgutil
+
+    assert not {module.name for module in pkgutil.iter_modules(qvit.__path__)} & set(qvit.__all__)

@@ -1,14 +1,21 @@
 """save and load: the same integers come back, and a file meets only the model and the weights it was made for."""
 
 import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import timm
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import qvit
 from qvit.errors import CheckpointError, UnsupportedModuleError
+from qvit.serialization import _checksum
 
 IMAGES = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
 
@@ -41,7 +48,8 @@ def rewrite(path, change_document=None, change_tensors=None):
     tensors = load_file(path)
     document = change_document(document) if change_document else document
     tensors = change_tensors(tensors) if change_tensors else tensors
-    save_file(tensors, path, metadata={"qvit": json.dumps(document)})
+    text = json.dumps(document)
+    save_file(tensors, path, metadata={"qvit": text, "sha256": _checksum(text, tensors)})
 
 
 @pytest.mark.parametrize("architecture", ["vit_tiny_patch16_224", SWIN])
@@ -209,3 +217,126 @@ def test_model_in_the_wrong_state(saved):
     model = qvit.load(make(), saved)
     with pytest.raises(UnsupportedModuleError, match="already quantized"):
         qvit.load(model, saved)
+
+
+# ---------------------------------------------------------------- hostile and damaged files
+
+
+@torch.no_grad()
+def test_weights_outside_of_attention_count_too(saved):
+    model = make()
+    model.blocks[0].mlp.fc1.weight[3, 4] += 0.01  # what the next attention sees has other ranges
+    assert_refused(model, saved, "other weights")
+
+
+@pytest.fixture(scope="module")
+def swapped_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("flips") / "vit.qvit.safetensors"
+    qvit.save(qvit.quantize(make(), [IMAGES]), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def untouched():
+    return make()
+
+
+def refuses(model, path):
+    """True where a file is refused by qvit's own error and the model keeps its classes and buffers."""
+    before = [(type(m), sorted(vars(m)), list(m._buffers)) for m in model.modules()]
+    with pytest.raises(CheckpointError):
+        qvit.load(model, path)
+    return [(type(m), sorted(vars(m)), list(m._buffers)) for m in model.modules()] == before
+
+
+def header_bytes(content):
+    return 8 + int.from_bytes(content[:8], "little")
+
+
+@pytest.mark.parametrize("part", ["length", "header", "constants"])
+def test_every_kind_of_bit_flip_is_refused(part, swapped_file, untouched, tmp_path):
+    content = swapped_file.read_bytes()
+    spans = {"length": (0, 8), "header": (8, header_bytes(content)), "constants": (header_bytes(content), len(content))}
+    low, high = spans[part]
+    path = tmp_path / "flipped.safetensors"
+
+    @settings(max_examples=64 if part == "length" else 600, deadline=None, derandomize=True, database=None)
+    @given(st.integers(8 * low, 8 * high - 1))
+    def check(bit):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert refuses(untouched, path)
+
+    check()
+    path.write_bytes(content)
+    qvit.restore(qvit.load(untouched, path))  # the control: unchanged it loads
+
+
+def test_every_kind_of_damage_is_refused(swapped_file, untouched, tmp_path):
+    content = swapped_file.read_bytes()
+    path = tmp_path / "damaged.safetensors"
+    spans = st.tuples(st.integers(0, len(content) - 1), st.integers(1, 4096)).map(lambda s: slice(s[0], s[0] + s[1]))
+
+    @settings(max_examples=400, deadline=None, derandomize=True, database=None)
+    @given(st.sampled_from(["cut", "drop", "zero", "noise", "repeat"]), spans, st.binary(min_size=1, max_size=64))
+    def check(kind, span, noise):
+        before, middle, after = content[: span.start], content[span], content[span.stop :]
+        middle = {"cut": b"", "drop": b"", "zero": bytes(len(middle)), "noise": noise, "repeat": 2 * middle}[kind]
+        damaged = before + middle + (b"" if kind == "cut" else after)
+        path.write_bytes(damaged)
+        assert damaged == content or refuses(untouched, path)
+
+    check()
+
+
+def test_a_loaded_file_is_never_unpickled(tmp_path, untouched):
+    class Bomb:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "exploded",)
+
+    path = tmp_path / "bomb.safetensors"
+    for write in (lambda: path.write_bytes(pickle.dumps(Bomb())), lambda: torch.save({"qvit": Bomb()}, path)):
+        write()
+        assert refuses(untouched, path)
+    assert not (tmp_path / "exploded").exists()
+    pickle.loads(pickle.dumps(Bomb()))  # the control
+    assert (tmp_path / "exploded").exists()
+
+
+def test_metadata_nested_beyond_reason(saved, untouched):
+    text = "[" * 100_000 + "]" * 100_000
+    tensors = load_file(saved)
+    save_file(tensors, saved, metadata={"qvit": text, "sha256": _checksum(text, tensors)})
+    assert refuses(untouched, saved)
+
+
+def test_a_newer_format_says_so_before_anything_else(saved, untouched):
+    rewrite(saved, change_document=lambda d: {"format_version": 2, "all": "different"})
+    assert_refused(untouched, saved, "format version 2, this qvit reads 1; use the qvit that wrote it")
+
+
+NEW_PROCESS = """
+import sys, timm, torch, qvit
+images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+for name, architecture, sizes in eval(sys.argv[1]):
+    torch.manual_seed(0)
+    model = timm.create_model(architecture, img_size=48, num_classes=5, **sizes).eval()
+    qvit.load(model, f"{name}.safetensors")
+    with torch.inference_mode():
+        torch.save(model(images), f"{name}.pt")
+"""
+
+
+def test_a_new_process_gives_the_same_logits_to_the_bit(tmp_path):
+    swin = {"depths": (2, 2), "embed_dim": 32, "num_heads": (1, 2)}
+    models = [("vit", "vit_tiny_patch16_224", {"depth": 2, "embed_dim": 48}), ("swin", SWIN, swin)]
+    expected = {}
+    for name, architecture, sizes in models:
+        model = qvit.quantize(make(architecture, **sizes), [IMAGES])
+        qvit.save(model, tmp_path / f"{name}.safetensors")
+        with torch.inference_mode():
+            expected[name] = model(IMAGES)
+    subprocess.run([sys.executable, "-P", "-c", NEW_PROCESS, repr(models)], check=True, cwd=tmp_path)
+    for name, logits in expected.items():
+        assert torch.equal(torch.load(tmp_path / f"{name}.pt"), logits)

@@ -135,7 +135,7 @@ def read_yaml(text: str, where: str) -> dict:
     """Parse a YAML mapping, safely; `ConfigError` names `where` it came from."""
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where} must be a mapping of keys to values, not {type(values).__name__}")

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from qvit.errors import DataError
 from qvit.evaluation.config import IMAGENET
@@ -26,6 +26,7 @@ __all__ = [
     "DemoSource",
     "FolderSource",
     "HubSource",
+    "PictureLoader",
     "Pictures",
     "Source",
     "StreamedPictures",
@@ -58,8 +59,9 @@ def open_picture(content: bytes | Path, where: str) -> Image.Image:
             if picture.mode.startswith("I;16"):  # convert() would clip the sixteen bits instead of scaling them
                 picture = Image.fromarray((np.asarray(picture, dtype=np.uint16) >> 8).astype(np.uint8))
             return picture.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"cannot read the picture {where}: {error}; fetch this file again") from error
+    except Exception as error:  # on damaged bytes, decoders raise whatever comes up: struct.error, KeyError, ...
+        what = str(error) or type(error).__name__
+        raise DataError(f"cannot read the picture {where}: {what}; fetch this file again") from error
 
 
 def spread(count: int, wanted: int) -> np.ndarray:
@@ -254,6 +256,8 @@ class HubSource(Source):
         """Decode the picture of one undecoded row."""
         content, path = row["image"]["bytes"], row["image"]["path"]
         where = f"{path or 'without a name'} (row {index} of {self.name})"
+        if content is None and not path:
+            raise DataError(f"there is no picture in row {index} of {self.name}")
         return open_picture(Path(path) if content is None else content, where)
 
 
@@ -327,7 +331,12 @@ def _open_local(path: Path, split: str) -> Source:
 
 
 def _picture_files(folder: Path) -> list[Path]:
-    found = (Path(parent) / name for parent, _, names in os.walk(folder) for name in names)
+    """Pictures of a class, in any depth; links to folders are not followed, for they may lead back."""
+
+    def refuse(error: OSError) -> None:  # by default os.walk would be silent, and the pictures missing
+        raise DataError(f"cannot read the folder {error.filename}: {error.strerror}; see to its permissions") from error
+
+    found = (Path(parent) / name for parent, _, names in os.walk(folder, onerror=refuse) for name in names)
     return sorted(p for p in found if p.suffix.lower() in _PICTURE_SUFFIXES)
 
 
@@ -458,39 +467,89 @@ def _some(names: Sequence[str], what: str = "class") -> str:
 
 
 class Pictures(Dataset):
-    """Some pictures of a source, transformed: items are (tensor (3, S, S), label)."""
+    """Some pictures of a source, transformed: items are (tensor (3, S, S), label), or the message of an unreadable one.
 
-    def __init__(self, source: Source, transform: Callable, indices: np.ndarray) -> None:
-        self.source, self.transform, self.indices = source, transform, indices
+    With `strict`, an unreadable picture raises instead.
+    """
+
+    def __init__(self, source: Source, transform: Callable, indices: np.ndarray, *, strict: bool = True) -> None:
+        self.source, self.transform, self.indices, self.strict = source, transform, indices, strict
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, item: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, item: int) -> tuple[torch.Tensor, int] | str:
         index = int(self.indices[item])
-        return self.transform(self.source.picture(index)), int(self.source.labels[index])
+        try:
+            return self.transform(self.source.picture(index)), int(self.source.labels[index])
+        except DataError as error:
+            return _message(error, self.strict)
 
 
 class StreamedPictures(IterableDataset):
     """The pictures of a streamed Hub data set; `datasets` itself shares its files out among the workers."""
 
-    def __init__(self, source: HubSource, transform: Callable) -> None:
-        self.source, self.transform = source, transform
+    def __init__(self, source: HubSource, transform: Callable, *, strict: bool = True) -> None:
+        self.source, self.transform, self.strict = source, transform, strict
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int] | str]:
         for index, row in enumerate(self.source.rows):
-            yield self.transform(self.source.decode(row, index)), int(row["label"])
+            try:
+                yield self.transform(self.source.decode(row, index)), int(row["label"])
+            except DataError as error:
+                yield _message(error, self.strict)
+
+
+def _message(error: DataError, strict: bool) -> str:
+    if strict:
+        raise error
+    return str(error)
+
+
+class PictureLoader:
+    """Batches (images, labels). Pictures that cannot be read are left out of them.
+
+    Attributes:
+        unreadable: A message for each picture that was left out so far.
+    """
+
+    def __init__(self, batches: DataLoader) -> None:
+        self._batches = batches
+        self.unreadable: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for images, labels, unreadable in self._batches:
+            self.unreadable += unreadable
+            if len(labels):
+                yield images, labels
+
+
+def _collate(items: list[tuple[torch.Tensor, int] | str]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    read = [item for item in items if not isinstance(item, str)]
+    images, labels = default_collate(read) if read else (torch.empty(0), torch.empty(0, dtype=torch.int64))
+    return images, labels, [item for item in items if isinstance(item, str)]
 
 
 def make_loader(
-    source: Source, transform: Callable, indices: np.ndarray | None, *, batch_size: int, workers: int, pin_memory: bool
-) -> DataLoader:
-    """Batches of some pictures of a source (of a stream: of all), decoded by `workers` processes (0: in this one)."""
+    source: Source,
+    transform: Callable,
+    indices: np.ndarray | None,
+    *,
+    batch_size: int,
+    workers: int,
+    pin_memory: bool,
+    strict: bool = False,
+) -> PictureLoader:
+    """Batches of some pictures of a source (of a stream: of all), decoded by `workers` processes (0: in this one).
+
+    With `strict`, a picture that cannot be read raises; without, it is left out, and the loader counts it.
+    """
     if isinstance(source, HubSource) and source.streaming:
-        data, workers = StreamedPictures(source, transform), min(workers, source.rows.num_shards)
+        data, workers = StreamedPictures(source, transform, strict=strict), min(workers, source.rows.num_shards)
     else:
-        data = Pictures(source, transform, indices)
-    return DataLoader(data, batch_size=batch_size, num_workers=workers, pin_memory=pin_memory)
+        data = Pictures(source, transform, indices, strict=strict)
+    batches = DataLoader(data, batch_size=batch_size, num_workers=workers, pin_memory=pin_memory, collate_fn=_collate)
+    return PictureLoader(batches)
 
 
 def first_pictures(

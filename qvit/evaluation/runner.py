@@ -26,6 +26,7 @@ from qvit.evaluation.cores import Attention, capture_cores, replace_core
 from qvit.evaluation.data import (
     DemoSource,
     HubSource,
+    PictureLoader,
     Source,
     check_source,
     first_pictures,
@@ -68,6 +69,7 @@ class EvaluationOptions:
         max_drop: Allowed drop of Top-1 in percentage points; None only reports the YAML's. Where it is given, the
             YAML's `min_sqnr` must hold as well: on a small set a real fault may cost few pictures, but many dB.
         min_sqnr: Required SQNR of the logits in dB, instead of the YAML's.
+        strict_data: Stop at a picture that cannot be read; else it is left out, and the report counts and names it.
     """
 
     model: str
@@ -85,6 +87,7 @@ class EvaluationOptions:
     transform: str | None = None
     max_drop: float | None = None
     min_sqnr: float | None = None
+    strict_data: bool = False
 
     def __post_init__(self) -> None:
         for key in ("batch_size", "limit", "calib_batches"):
@@ -97,7 +100,18 @@ class EvaluationOptions:
             raise BackendError("--device cuda, but torch sees no CUDA device here: use --device cpu")
 
 
-_SHARED = ("model", "data", "checkpoint", "device", "batch_size", "workers", "limit", "calib", "max_drop")
+_SHARED = (
+    "model",
+    "data",
+    "checkpoint",
+    "device",
+    "batch_size",
+    "workers",
+    "limit",
+    "calib",
+    "max_drop",
+    "strict_data",
+)
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
@@ -113,6 +127,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--calib", help="source of calibration pictures; default: the training split beside --data")
     help_text = "allowed drop of Top-1 in points, by the paired test; with it, the YAML's min_sqnr counts too"
     parser.add_argument("--max-drop", type=float, help=help_text)
+    parser.add_argument("--strict-data", action="store_true", help="stop at a picture that cannot be read")
     return parser
 
 
@@ -142,7 +157,8 @@ def run_evaluation(options: EvaluationOptions, config_folder: Path) -> dict:
     check_source(source, model.num_classes, limited=options.limit is not None)
     pictures = CALIBRATION_BATCH * max(q.calibration.batches for q in quantizations.values())
     split = _split(source, options, config.data.source, pictures)
-    calibration = _calibration_batches(split, transform)
+    calibration_loader = _calibration_loader(split, transform, options.strict_data)
+    calibration = list(first_pictures(calibration_loader, split.description["pictures"]))
     model = load_weights(model, config, checkpoint)
     shapes = _shapes(model, calibration)
     models, reports = _models(model, quantizations, calibration, options.device, config.expected_swapped)
@@ -157,13 +173,14 @@ def run_evaluation(options: EvaluationOptions, config_folder: Path) -> dict:
         batch_size=options.batch_size,
         workers=workers,
         pin_memory=options.device != "cpu",
+        strict=options.strict_data,
     )
     baseline = floats[-1]
     total = options.limit if split.indices is None else len(split.indices)
     batches = first_pictures(loader, options.limit)
     results = evaluate(models, batches, options.device, baseline=baseline, total=total)
     count = results[baseline].count
-    if total is not None and count < total:
+    if total is not None and count + len(loader.unreadable) < total:
         raise DataError(f"{source.name} gave {count} pictures instead of {total}: the stream ended early, run again")
 
     comparisons = {name: compare(result, results[baseline]) for name, result in results.items()}
@@ -178,9 +195,14 @@ def run_evaluation(options: EvaluationOptions, config_folder: Path) -> dict:
             "pictures": count,
             "classes": model.num_classes,
             "limit": options.limit,
+            "unreadable": loader.unreadable,
             **resolved,
         },
-        "calibration": split.description,
+        "calibration": {
+            **split.description,
+            "pictures": sum(len(labels) for _, labels in calibration),
+            "unreadable": calibration_loader.unreadable,
+        },
         "modules": reports,
         "attention": shapes,
         "baseline": baseline,
@@ -294,16 +316,16 @@ def _split(source: Source, options: EvaluationOptions, spec: str, wanted: int) -
     return _Split(evaluated, calibration, chosen, description)
 
 
-def _calibration_batches(split: _Split, transform: Callable) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    loader = make_loader(
+def _calibration_loader(split: _Split, transform: Callable, strict: bool) -> PictureLoader:
+    return make_loader(
         split.calibration,
         transform,
         split.calibration_indices,
         batch_size=CALIBRATION_BATCH,
         workers=0,
         pin_memory=False,
+        strict=strict,
     )
-    return list(first_pictures(loader, split.description["pictures"]))
 
 
 def _models(
@@ -414,6 +436,9 @@ def format_report(report: dict) -> str:
         f"{report['gpu'] or 'CPU'}, torch {versions['torch']}, triton {versions['triton']}, timm {versions['timm']}, "
         f"qvit {versions['qvit']}, python {versions['python']}",
     ]
+    unreadable = [*data["unreadable"], *calibration["unreadable"]]
+    if unreadable:
+        lines.append(f"warning: {len(unreadable)} pictures left out, the first: {unreadable[0]}")
     for name, modules in report["modules"].items():
         lines.append(f"{name}: {modules['swapped']}/{modules['total']} attention modules swapped")
     lines += [_verdict(name, kind, gate) for name, gates in report["gates"].items() for kind, gate in gates.items()]

@@ -33,7 +33,8 @@ class Row:
         layout: "image" where Swin's shift and windows are addresses of the operator, "windows" where they are moved.
         backend: What runs it on its present device: "triton" or "reference"; empty when left.
         precision: "standard" or "high", or the arithmetic's name for "paper" and "paper_text"; empty when left.
-        sqnr_db: Signal to quantization noise of the integer core on a calibration batch; None when left.
+        sqnr_db: Signal to quantization noise of the integer core on a calibration batch; None when left, or where
+            the `Calibration` was of another arithmetic or precision.
         integer_us, float_us: With `skip_slower`, the recorded microseconds for the last forward's batch; None without.
         attention: With `skip_slower`, what computed the last forward: "float" or "integers", with a reason where no
             times are recorded; or that each call decides. As Python last ran it: replays of CUDA graphs do not count.
@@ -56,9 +57,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The attention modules of a model, in module order; `str()` is a table."""
+    """The attention modules of a model, in module order; `str()` is a table.
+
+    Attributes:
+        rows: One a module.
+        agreement: Percent of the calibration pictures that got the float model's answer when the model was quantized;
+            None where it does not classify, or calibration saw fewer than 64 pictures.
+    """
 
     rows: tuple[Row, ...]
+    agreement: float | None = None
 
     @property
     def swapped(self) -> int:
@@ -77,7 +85,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-safe values."""
-        counts = {"swapped": self.swapped, "left": self.left, "total": self.total}
+        counts = {"swapped": self.swapped, "left": self.left, "total": self.total, "agreement": self.agreement}
         return {**counts, "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
@@ -85,6 +93,8 @@ class Report:
         in_float = sum(row.attention == _FLOAT for row in self.rows)
         if in_float:
             head += f"; by skip_slower, {in_float} of these ran in float at the last forward"
+        if self.agreement is not None:
+            head += f"; {self.agreement:.1f} % of the calibration pictures got the float model's answer"
         if not self.rows:
             return head
         cells = [[_cell(getattr(row, column)) for column in _COLUMNS] for row in self.rows]
@@ -97,9 +107,9 @@ class Report:
 
 def report(model: nn.Module) -> Report:
     """Lists everything in the model that computes attention; the model may be quantized or not."""
-    configs = [site.module.qvit_record.config for site in find_attention(model) if site.is_swapped]
-    exclude = configs[0].exclude if configs else ()
-    return Report(tuple(_row(site) for site in find_attention(model, exclude)))
+    record = next((site.module.qvit_record for site in find_attention(model) if site.is_swapped), None)
+    exclude = record.config.exclude if record else ()
+    return Report(tuple(_row(site) for site in find_attention(model, exclude)), record.agreement if record else None)
 
 
 def _row(site: Site) -> Row:
