@@ -244,10 +244,13 @@ def run_float_core(
 ) -> torch.Tensor:
     """PyTorch's attention of the core's operands, in their own type; returns (B, N, H, D)."""
     if bias is not None:
-        bias = bias if bias.dtype == torch.bool else bias.to(q.dtype)
-        if 1 < len(bias) < len(q):
-            bias = bias.repeat(len(q) // len(bias), 1, 1, 1)
+        bias = for_rows(bias if bias.dtype == torch.bool else bias.to(q.dtype), len(q))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=softmax_scale).transpose(1, 2)
+
+
+def for_rows(bias: torch.Tensor, batch: int) -> torch.Tensor:
+    """The bias of :class:`CoreInputs` as what broadcasts takes it: one for all rows, or one for each."""
+    return bias if len(bias) in (1, batch) else bias.repeat(batch // len(bias), 1, 1, 1)
 
 
 def core_bias(bias: torch.Tensor | None, constants: torch.Tensor, arithmetic: str) -> torch.Tensor | None:

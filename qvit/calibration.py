@@ -26,7 +26,7 @@ from qvit.config import CalibrationConfig, QuantConfig
 from qvit.discovery import Site, plan_swap
 from qvit.errors import CalibrationError, ConfigError, QvitError
 from qvit.health import Answers, require_finite
-from qvit.patches.base import CoreInputs, Settings, core_bias, run_core
+from qvit.patches.base import CoreInputs, Settings, core_bias, for_rows, run_core
 from qvit.scales import ChannelGains, Ranges, Scales, build_scales, channel_gains, k_reach
 
 FORMAT = "qvit-calibration"
@@ -226,9 +226,7 @@ def float_attention(core: CoreInputs, softmax_scale: float) -> torch.Tensor:
     """Float32 softmax attention of the core's operands; returns (B, H, N, D)."""
     bias = core.bias
     if bias is not None:
-        bias = bias if bias.dtype == torch.bool else bias.float()
-        rows = len(core.q) // len(bias)
-        bias = bias.repeat(rows, 1, 1, 1) if len(bias) > 1 else bias
+        bias = for_rows(bias if bias.dtype == torch.bool else bias.float(), len(core.q))
     with torch.autocast(core.q.device.type, enabled=False):
         return F.scaled_dot_product_attention(
             core.q.float(), core.k.float(), core.v.float(), attn_mask=bias, scale=softmax_scale

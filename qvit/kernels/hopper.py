@@ -313,6 +313,20 @@ def _weights(s, base, step, exp_bits, HIGH: gl.constexpr):
 
 
 @gluon.jit
+def _units(c_ptr, D: gl.constexpr):
+    """M, F and the stand-in for a masked score of a head."""
+    return gl.load(c_ptr + 6 * D), gl.load(c_ptr + 6 * D + 1), gl.load(c_ptr + 6 * D + _MASKED_SCORE)
+
+
+@gluon.jit
+def _ones(ROWS: gl.constexpr):
+    """int8 ones [ROWS, 128] in shared memory, for sums."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    ones = gl.full([ROWS, 128], 1, gl.int8, layout=layout)
+    return gl.allocate_shared_memory(gl.int8, [ROWS, 128], _swizzled(128), ones)
+
+
+@gluon.jit
 def _distance_base(top, units):
     """numerics.distance_base without a bias."""
     mult, exp_bits, _ = units
@@ -545,14 +559,11 @@ def hopper_kernel(
         _prefetch(q_ptr + later * stride_qb, stride_qn, N, D)
         _prefetch(k_ptr + later * stride_kb, stride_kn, N, D)
         _prefetch(v_ptr + later * stride_vb, stride_vn, N, D)
-    ones = gl.allocate_shared_memory(
-        gl.int8, [8, 128], _swizzled(128),
-        gl.full([8, 128], 1, gl.int8, layout=gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])),
-    )  # fmt: skip
+    ones = _ones(8)
     fence_async_shared()
     columns = _sum_values(vts, DP, N)
     _barrier()
-    units = (gl.load(c_ptr + 6 * D), gl.load(c_ptr + 6 * D + 1), gl.load(c_ptr + 6 * D + _MASKED_SCORE))
+    units = _units(c_ptr, D)
     for i in range(BLOCKS):
         _attend(
             qs.index(i), ks, vts, columns, ones, units, c_ptr, out_ptr, (part + i * STEP) * BLOCK_M, H, N, D, HIGH,

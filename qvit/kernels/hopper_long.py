@@ -22,7 +22,6 @@ from qvit.kernels import hopper
 
 TILE = gl.constexpr(128)  # keys of a tile in shared memory
 CHANNELS = gl.constexpr(64)  # of a head, padded
-_MASKED_SCORE = gl.constexpr(hopper._MASKED_SCORE.value)
 
 
 # ---------------------------------------------------------------- layouts and turns
@@ -216,16 +215,13 @@ def hopper_long_kernel(
     words = gl.allocate_shared_memory(gl.int32, [TILES, CHANNELS, TILE // 4], hopper._swizzled(TILE, 32))
     _keep(k_ptr, v_ptr, stride_kn, stride_vn, c_ptr, ks, words, tiles, N, D, HALF)
     vts = words._reinterpret(gl.int8, [TILES, CHANNELS, TILE], hopper._swizzled(TILE))
-    ones = gl.allocate_shared_memory(
-        gl.int8, [M // 8, TILE], hopper._swizzled(TILE),
-        gl.full([M // 8, TILE], 1, gl.int8, layout=gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])),
-    )  # fmt: skip
+    ones = hopper._ones(M // 8)
     fence_async_shared()
     hopper._barrier()
     columns = _sum_values(vts, ones, tiles)
     ones = ones.slice(0, 8, 0)
     hopper._barrier()
-    units = (gl.load(c_ptr + 6 * D), gl.load(c_ptr + 6 * D + 1), gl.load(c_ptr + 6 * D + _MASKED_SCORE))
+    units = hopper._units(c_ptr, D)
     x = hopper._load(q_ptr, stride_qn, part * M, N, M, D, CHANNELS, QUERY)
     q = hopper._quantize(x, hopper._factors(c_ptr, 0, -1, D, CHANNELS, IN, HALF, QUERY))
     for start in range(part * M, N, STEP * M):

@@ -112,6 +112,7 @@ def _capability(index: int | None) -> tuple[int, int]:
     return (0, 0) if index is None else torch.cuda.get_device_capability(index)
 
 
+@functools.cache
 def _is_hopper(index: int | None) -> bool:
     version = tuple(int(x) for x in triton.__version__.split(".")[:2])
     return _capability(index) == HOPPER and version >= HOPPER_TRITON

@@ -84,7 +84,7 @@ def _stage(ptr, pad_ptr, row, stride_n, N: gl.constexpr, D: gl.constexpr, PADS: 
     o_d = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, layout))
     x_ptr = ptr + row * stride_n
     if PADS:
-        x_ptr = gl.where(row < 0, pad_ptr + row * 0, x_ptr)
+        x_ptr = gl.where(row < 0, pad_ptr, x_ptr)
     x_ptr = gl.multiple_of(x_ptr, [16])  # bytes, as the launch has found
     mask = (gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout)) < N)[:, None]
     if D < CHANNELS:
@@ -124,10 +124,16 @@ def _value_operand(vs, factors):
 
 
 @gluon.jit
+def _product(a, b):
+    """a [16, 32 or 64] times b, int32."""
+    return mma_v2(a, b, gl.zeros([ROWS, b.shape[1]], gl.int32, layout=_mma()))
+
+
+@gluon.jit
 def _sum_values(v):
     """V's sum over the keys, int32 [16, 32], the same in every row."""
     ones = gl.full([ROWS, KEYS], 1, gl.int8, layout=_operand(0))
-    sums = mma_v2(ones, v, gl.zeros([ROWS, CHANNELS], gl.int32, layout=_mma()))
+    sums = _product(ones, v)
     half, _ = gl.split(gl.permute(gl.reshape(sums, [2, ROWS // 2, CHANNELS]), (1, 2, 0)))
     both = gl.reshape(gl.permute(gl.join(half, half), (2, 0, 1)), [ROWS, CHANNELS])  # in the registers of one half
     return gl.convert_layout(both, _mma(), assert_trivial=True)
@@ -151,12 +157,11 @@ def _attend(
     HIGH: gl.constexpr, OUT_UP: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """A block of queries, operands in registers -> the output [16, 32]."""
-    MMA: gl.constexpr = _mma()
-    e = mma_v2(q, k, gl.zeros([ROWS, KEYS], gl.int32, layout=MMA)) * mult + _load_bias(bias_ptr + start * KEYS)
+    e = _product(q, k) * mult + _load_bias(bias_ptr + start * KEYS)
     if N < KEYS:
-        o_n = gl.arange(0, KEYS, layout=gl.SliceLayout(0, MMA))
+        o_n = gl.arange(0, KEYS, layout=gl.SliceLayout(0, _mma()))
         e = gl.where((o_n < N)[None, :], e, -(2**31))
-    base = gl.max(e, 1) + ((17 << exp_bits) + (1 << (exp_bits - 7)))
+    base = hopper._distance_base(gl.max(e, 1), (1, exp_bits, 0))  # exponents are scores of one unit
     base = gl.convert_layout(base, gl.SliceLayout(1, _operand(0)), assert_trivial=True)
     e = gl.convert_layout(hopper._operand_order(e), _operand(0), assert_trivial=True)
     p, p_low = hopper._weights(e, base, -1, exp_bits, HIGH)
@@ -165,13 +170,13 @@ def _attend(
         p = gl.where(half[:, None], p, 127)
         p_low = gl.where(half[:, None], p_low, 0)
     ones = gl.full([KEYS, 8], 1, gl.int8, layout=_operand(1))
-    acc = mma_v2(p, v, gl.zeros([ROWS, CHANNELS], gl.int32, layout=MMA))
-    sums = mma_v2(p, ones, gl.zeros([ROWS, 8], gl.int32, layout=MMA))
+    acc = _product(p, v)
+    sums = _product(p, ones)
     low = acc
     low_sums = sums
     if HIGH:
-        low = mma_v2(p_low, v, gl.zeros([ROWS, CHANNELS], gl.int32, layout=MMA))
-        low_sums = mma_v2(p_low, ones, gl.zeros([ROWS, 8], gl.int32, layout=MMA))
+        low = _product(p_low, v)
+        low_sums = _product(p_low, ones)
     inverse = hopper._inverse(sums, low_sums, KEYS, HIGH)
     out = hopper._normalise(acc, low, inverse, columns, c_ptr, OUT_UP, D, HIGH, OUT, False)
     if N - start <= ROWS // 2:
