@@ -12,7 +12,7 @@ from torch import nn
 from qvit.calibration import observe_cores
 from qvit.config import QuantConfig
 from qvit.discovery import plan_swap
-from qvit.patches.base import CoreInputs, QuantizedModule, for_rows
+from qvit.patches.base import CoreInputs, QuantizedModule
 from qvit.patches.windows import FoldedBlock
 
 Attention = Callable[..., torch.Tensor]  # (q, k, v, softmax_scale, bias) -> (B, H, N, D)
@@ -47,7 +47,7 @@ def replace_core(model: nn.Module, attention: Attention) -> nn.Module:
 
     Args:
         model: A quantized model; blocks that give their attention the image give it windows again.
-        attention: The definition, with scales of its own; it is given the bias, float (1 or B, 1 or H, N, N), or None.
+        attention: The definition, with scales of its own; it is given the bias, float (B, 1 or H, N, N) or None.
     """
     for module in model.modules():
         if isinstance(module, FoldedBlock):
@@ -67,4 +67,4 @@ def _attend(module, attention: Attention, q, k, v, *masks) -> torch.Tensor:
 def _additive(bias: torch.Tensor, batch: int) -> torch.Tensor:
     if bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape, device=bias.device).masked_fill(~bias, float("-inf"))
-    return for_rows(bias, batch)
+    return bias.repeat(batch // len(bias), 1, 1, 1)
