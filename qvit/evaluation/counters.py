@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import ctypes
 import io
 import shutil
 import subprocess
@@ -27,7 +26,7 @@ _DURATION = "gpu__time_duration.sum"
 
 
 class EnergyCounter:
-    """The total energy that NVML counts for a GPU. NVML comes with the driver, so nothing has to be installed.
+    """The total energy that NVML counts for a GPU.
 
     Raises:
         BackendError: No NVML, or a GPU that counts no energy.
@@ -35,24 +34,21 @@ class EnergyCounter:
 
     def __init__(self, device: str = "cuda") -> None:
         try:
-            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError as error:
-            raise BackendError(f"no NVML: {error}") from error
-        self._call("nvmlInit_v2")
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        self._handle = ctypes.c_void_p()
-        self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self._handle))
-        self.read()
+            import pynvml
+        except ImportError as error:
+            raise BackendError("energy needs the package nvidia-ml-py: pip install 'qvit[bench]'") from error
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            self.read()
+        except pynvml.NVMLError as error:
+            raise BackendError(f"NVML counts no energy here: {error}") from error
 
     def read(self) -> float:
         """Joules since the driver was loaded."""
-        millijoules = ctypes.c_ulonglong()
-        self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(millijoules))
-        return millijoules.value / 1000
-
-    def _call(self, name: str, *arguments) -> None:
-        if status := getattr(self._nvml, name)(*arguments):
-            raise BackendError(f"{name} failed with status {status}")
+        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def write_ratio_plot(
         from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"no plot: matplotlib is not installed (pip install matplotlib draws {path.name})", file=sys.stderr)
+        print(f"no {path.name}: matplotlib is not installed (pip install 'qvit[bench]')", file=sys.stderr)
         return
     figure = Figure(figsize=(12, 3.2 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False)[:, 0]
