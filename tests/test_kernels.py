@@ -171,6 +171,24 @@ def test_both_kernels_of_one_launch_agree(tokens, dtype):
             assert torch.equal(*out)
 
 
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 24, 33, 41, 49, 56, 57, 64], ids="N{}".format)
+def test_a_warp_for_a_short_sequence_agrees(tokens, dtype, poisoned):
+    """However many programs share a sequence, against the kernel for all GPUs."""
+    for head_dim in (16, 32):
+        (q, k, v), scales = operands((3, 2, tokens, head_dim), dtype)
+        for high, out_dtype in ((False, torch.int8), (True, torch.bfloat16), (False, torch.float16)):
+            up = R.out_shift(tokens, "high" if high else "standard")
+            expected, *results = (torch.empty(3, tokens, 2, head_dim, dtype=out_dtype, device=DEVICE) for _ in range(4))
+            arguments = {"high": high, "out_up": up, "half": scales.half_exact}
+            launch.fused_attention(q, k, v, scales.constants(DEVICE), None, expected, **arguments)
+            for step, result in zip((1, 2, 4), results):
+                step = min(step, -(-tokens // 16))
+                launch.warp_attention(q, k, v, scales.constants(DEVICE), None, result, step=step, **arguments)
+                assert torch.equal(result, expected), (step, out_dtype)
+
+
 @pytest.mark.parametrize("kind", ["fused_attention", "packed_attention"])
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
 def test_both_kernels_take_a_bias_and_both_ways_to_quantize(kind, half):

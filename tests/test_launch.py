@@ -26,12 +26,25 @@ class OnGpu:
     is_cuda = True
     device = torch.device("cuda", 0)
 
-    def __init__(self, tokens, head_dim, row=1):
+    def __init__(self, tokens, head_dim, row=1, address=0):
         self.shape = torch.Size((2, 3, tokens, head_dim))
         self._strides = (tokens * head_dim * 3, head_dim, 3 * head_dim, row)
+        self._address = address
 
-    def stride(self):
-        return self._strides
+    def stride(self, dim=None):
+        return self._strides if dim is None else self._strides[dim]
+
+    def transpose(self, a, b):
+        other = OnGpu(*self.shape[2:], self._strides[3], self._address)
+        order = [{a: b, b: a}.get(dim, dim) for dim in range(4)]
+        other.shape, other._strides = torch.Size(self.shape[i] for i in order), tuple(self._strides[i] for i in order)
+        return other
+
+    def element_size(self):
+        return 2
+
+    def data_ptr(self):
+        return self._address
 
 
 @pytest.mark.parametrize(
@@ -40,7 +53,11 @@ class OnGpu:
         pytest.param(197, 64, None, True, 1, "hopper", id="ViT_on_Hopper"),
         pytest.param(197, 64, None, False, 1, "fused", id="ViT_elsewhere"),
         pytest.param(197, 64, "bias", True, 1, "fused", id="bias"),
-        pytest.param(49, 32, None, True, 1, "fused", id="small_window"),
+        pytest.param(49, 32, None, True, 1, "warps", id="small_window"),
+        pytest.param(64, 16, None, True, 1, "warps", id="largest_small_window"),
+        pytest.param(49, 32, "bias", True, 1, "fused", id="small_window_with_bias"),
+        pytest.param(49, 32, None, False, 1, "fused", id="small_window_elsewhere"),
+        pytest.param(49, 24, None, True, 1, "fused", id="small_window_of_another_width"),
         pytest.param(197, 80, None, True, 1, "fused", id="wide_head"),
         pytest.param(197, 64, None, True, 2, "fused", id="channels_apart"),
         pytest.param(320, 64, None, True, 1, "hopper", id="longest_in_one_launch"),
@@ -60,6 +77,9 @@ def test_the_kernel_fits_the_operands(tokens, head_dim, bias, hopper, row, expec
     x = OnGpu(tokens, head_dim, row)
     bias = bias and torch.empty(1, 3, tokens, tokens, device="meta")
     assert launch.kind_of_kernel(x, x, x, bias) == expected
+    if expected == "warps":
+        odd = OnGpu(tokens, head_dim, row, address=8)
+        assert launch.kind_of_kernel(x, odd, x, bias) == "fused"
     launch._kind.cache_clear()
 
 
@@ -77,6 +97,13 @@ def test_programs_share_a_head_only_to_fill_the_gpu(heads, blocks, places, expec
 )
 def test_long_sequences_share_a_head_only_to_fill_the_gpu(heads, tokens, warps, step):
     assert launch.long_configuration(heads, tokens, 132) == {"num_warps": warps, "step": step}
+
+
+@pytest.mark.parametrize(
+    ("programs", "tokens", "step"), [(192, 49, 4), (192, 32, 2), (192, 9, 1), (1536, 49, 2), (12288, 49, 1)]
+)
+def test_warps_share_a_window_only_to_fill_the_gpu(programs, tokens, step):
+    assert launch.warp_step(programs, tokens, 132) == step
 
 
 def test_the_table_is_well_formed_and_looked_up_by_range(monkeypatch):

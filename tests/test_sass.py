@@ -115,7 +115,7 @@ WINDOWS = """
 from qvit.kernels import inspection
 for high in (False, True):
     for operand in ("*i8", "*fp16"):
-        compiled = inspection.compile_window({tokens}, high=high, operand=operand)
+        compiled = inspection.compile_window({form}, high=high, operand=operand)
         assert any("MMA" in op for op in compiled.opcodes)
         floats = compiled.float_instructions if operand == "*i8" else []
         print("ROW", len(compiled.instructions), compiled.spill_bytes, compiled.registers, *floats)
@@ -216,17 +216,22 @@ def test_hopper_kernels_neither_spill_nor_wait_for_each_product(kind, tokens, tm
 
 
 # A window's instructions for a warp, with Triton 3.8: they are the kernel's whole time.
-WINDOW_INSTRUCTIONS = {49: (1856, 2096, 2552, 2808), 64: (2120, 2392, 2992, 3240)}
+WINDOW_INSTRUCTIONS = {
+    "tokens=49": (1856, 2096, 2552, 2808),
+    "tokens=49, step=4": (1944, 2176, 2656, 2888),
+    "tokens=64": (2120, 2392, 2992, 3240),
+    "tokens=49, plain=True": (1664, 1888, 2352, 2608),
+}
 
 
-@pytest.mark.parametrize("tokens", WINDOW_INSTRUCTIONS)
-def test_a_warp_takes_a_window_without_spills_or_floats(tokens, tmp_path):
+@pytest.mark.parametrize("form", WINDOW_INSTRUCTIONS)
+def test_a_warp_takes_a_window_without_spills_or_floats(form, tmp_path):
     script = tmp_path / "program.py"
-    script.write_text(WINDOWS.format(tokens=tokens))
+    script.write_text(WINDOWS.format(form=form))
     rows = [line.split()[1:] for line in _run(script).splitlines() if line.startswith("ROW")]
     assert len(rows) == 4
-    for (instructions, spills, registers, *floats), most in zip(rows, WINDOW_INSTRUCTIONS[tokens], strict=True):
+    for (instructions, spills, registers, *floats), most in zip(rows, WINDOW_INSTRUCTIONS[form], strict=True):
         assert not floats, rows
-        assert int(spills) == 0 and int(registers) <= 128, rows  # sixteen warps on a multiprocessor
+        assert int(spills) == 0 and int(registers) <= 136, rows  # fourteen warps on a multiprocessor
         if triton.__version__ == RECORDED_WITH:
             assert int(instructions) <= most, rows

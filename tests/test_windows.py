@@ -87,7 +87,8 @@ EIGHT = (16, 24, (8, 8), (4, 4))
 )
 @pytest.mark.parametrize("image", [*SMALL, EIGHT] if CUDA else [SMALL[1], SMALL[4]], ids=named)
 @pytest.mark.parametrize("dim", [16, 32] if CUDA else [32], ids="D{}".format)
-def test_a_packed_bias_gives_the_bits_of_the_one_that_is_packed(image, dim, dtype, precision, poisoned):
+def test_a_packed_bias_gives_the_bits_of_the_one_that_is_packed(image, dim, dtype, precision, poisoned, monkeypatch):
+    """Also without a pad, where positions outside of the image are zeros, and with several programs a window."""
     qkv, pad, bias, scales = operands(image, dim=dim)
     if dtype == torch.int8:
         qkv, pad = ((x * 30).clamp(-127, 127).round() for x in (qkv, pad))
@@ -96,15 +97,18 @@ def test_a_packed_bias_gives_the_bits_of_the_one_that_is_packed(image, dim, dtyp
     rows, pattern, masks = plan.tensors(DEVICE)
     constants = scales.constants(DEVICE)
     float_bias = pattern_bias(masks, bias, 2, -100.0)
-    run = lambda b, backend: torch.ops.qvit.window_attention(  # noqa: E731
-        *qkv.flatten(1, 2).unbind(2), pad if plan.has_pads else None, constants, b, rows, pattern, precision, dtype,
-        backend, scales.half_exact,
-    )  # fmt: skip
+    run = lambda pad, b, backend: torch.ops.qvit.window_attention(  # noqa: E731
+        *qkv.flatten(1, 2).unbind(2), pad, constants, b, rows, pattern, precision, dtype, backend, scales.half_exact
+    )
     packed = window_bias(float_bias, constants)
     assert packed.ndim == 3
-    expected = run(window_bias(float_bias, constants, finite=False), "reference")
-    assert torch.equal(run(packed, "reference"), expected)
-    assert torch.equal(run(packed, "triton"), expected)
+    for padding in (pad, None):
+        expected = run(padding, window_bias(float_bias, constants, finite=False), "reference")
+        assert torch.equal(run(padding, packed, "reference"), expected)
+        assert torch.equal(run(padding, packed, "triton"), expected)
+    for step in (1, 2, 4) if CUDA else ():
+        monkeypatch.setattr("qvit.kernels.launch.warp_step", lambda *_: min(step, -(-rows.shape[1] // 16)))  # noqa: B023
+        assert torch.equal(run(None, packed, "triton"), expected)
 
 
 def test_a_bias_that_masks_a_key_is_not_packed():

@@ -216,11 +216,28 @@ def compile_attention(
     return dataclasses.replace(compiled, scores=block_m * keys / (32 * num_warps))
 
 
-def compile_window(tokens: int, *, head_dim: int = 32, high: bool = False, operand: str = "*i8") -> Compiled:
-    """The kernel that gives a warp a window, for sm_90; operands and result of one pointer type."""
+def compile_window(
+    tokens: int,
+    *,
+    head_dim: int = 32,
+    high: bool = False,
+    operand: str = "*i8",
+    plain: bool = False,
+    step: int = 1,
+) -> Compiled:
+    """The kernel that gives a warp a window, for sm_90; operands and result of one pointer type.
+
+    Args:
+        tokens, head_dim: Positions of a window and head dimension.
+        high: Precision.
+        operand: Pointer type of q, k, v and the result.
+        plain: A short sequence without table and bias, instead of a window of an image with pads.
+        step: Programs that share a window.
+    """
     from qvit.kernels import window_warp  # needs a newer Triton than the rest
 
-    constexprs = {"N": tokens, "D": head_dim, "PADS": True, "HIGH": high, "OUT_UP": 8, "HALF": True}
+    constexprs = {"N": tokens, "D": head_dim, "PLAIN": plain, "PADS": not plain, "STEP": step}
+    constexprs |= {"HIGH": high, "OUT_UP": 8, "HALF": True}
     types = dict.fromkeys(("rows_ptr", "pattern_ptr", "bias_ptr", "constants_ptr"), "*i32")
     types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "pad_ptr", "out_ptr"), operand)
     return compile_kernel(window_warp.window_warp_kernel, 90, constexprs, types, num_warps=1)

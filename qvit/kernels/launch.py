@@ -20,6 +20,7 @@ LONG_TOKENS = 1792  # longest whose int8 K and V stay in a Hopper multiprocessor
 HOPPER = (9, 0)
 HOPPER_TRITON = (3, 6)  # the first Triton whose Gluon says what the Hopper kernel needs
 HOPPER_PROGRAMS = 3  # of the Hopper kernel, on a multiprocessor at a time
+WARP_DIMS = (16, 32)  # head dimensions of the kernel that gives a warp a window
 HOPPER_SHARED = 227 << 10  # bytes of shared memory that a Hopper multiprocessor gives its programs
 TABLE = pathlib.Path(__file__).with_name("launch_table.json")
 
@@ -91,7 +92,10 @@ def kind_of_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torc
     """Which kernel serves the operands, a key of ``KERNELS``: one launch, or "packed", two. All give the same bits."""
     row = 0 if bias is None else bias.stride(-2)
     strides = (q.stride()[2:], k.stride()[2:], v.stride()[2:])
-    return _kind(q.shape[1:], strides, row, bias is None, q.is_cuda, q.device.index)
+    kind = _kind(q.shape[1:], strides, row, bias is None, q.is_cuda, q.device.index)
+    if kind == "warps" and not _fits_warps(*(x.transpose(1, 2) for x in (q, k, v)), None):
+        return "fused"
+    return kind
 
 
 @functools.lru_cache(maxsize=1024)
@@ -103,6 +107,8 @@ def _kind(size, strides, bias_row: int, plain: bool, cuda: bool, index: int | No
     plain = plain and reach < 2**31 and all(channel == 1 for _, channel in strides) and cuda and _is_hopper(index)
     if tokens > FUSED_TOKENS or reach >= 2**31:
         return "hopper_long" if plain and tokens <= LONG_TOKENS and padded_dim(head_dim) == TILE else "packed"
+    if plain and tokens <= TILE and head_dim in WARP_DIMS:
+        return "warps"
     return "hopper" if plain and tokens > TILE and head_dim <= TILE else "fused"
 
 
@@ -260,7 +266,14 @@ def packed_attention(
     )  # fmt: skip
 
 
+def warp_attention(q, k, v, constants, bias, out, *, high, out_up, half, step=None) -> None:
+    """One launch on sm_90, a warp for a short sequence's head or a part of it. See :func:`attention`."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    _launch_warps(q, k, v, None, constants, None, None, None, out, q.shape[1], 1, high, out_up, half, step)
+
+
 KERNELS = {
+    "warps": warp_attention,
     "hopper": hopper_attention,
     "hopper_long": hopper_long_attention,
     "fused": fused_attention,
@@ -289,7 +302,7 @@ def window_attention(
 
     Args:
         q, k, v: (B, L, H, D), channels side by side, otherwise any strides.
-        pad: (3, H, D), contiguous, of q's type: what a position outside the image holds; None without any.
+        pad: (3, H, D), contiguous, of q's type: what a position outside the image holds; None: zeros.
         constants: int32 (H, 6 * D + 8).
         bias: int32 (patterns, H, N, N) in exponent units with unit last stride, or packed (patterns, H, ...), or None.
         rows: int32 (windows, N), contiguous: a window's positions in the image, -1 outside it.
@@ -309,7 +322,8 @@ def window_attention(
             span = slice(start, start + GRID_Z)
             qs, ks, vs = q[span], k[span], v[span]
             if in_warps:
-                _window_warps(qs, ks, vs, pad, constants, bias, rows, pattern, out[span], high, out_up, half)
+                args = (pad, constants, bias, rows, pattern, out[span], tokens, windows, high, out_up, half)
+                _launch_warps(qs, ks, vs, *args)
                 continue
             window.window_kernel[(windows, heads, qs.shape[0])](
                 qs, ks, vs, qs if pad is None else pad, rows, pattern, constants if bias is None else bias, constants,
@@ -323,7 +337,7 @@ def window_attention(
 
 def _fits_warps(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pad: torch.Tensor | None) -> bool:
     """Whether a warp can take a window: on Hopper, rows in pieces of 16 bytes, 32-bit offsets inside an image."""
-    if not q.is_cuda or not _is_hopper(q.device.index) or q.shape[-1] not in (16, 32):
+    if not q.is_cuda or not _is_hopper(q.device.index) or q.shape[-1] not in WARP_DIMS:
         return False
     tensors = (q, k, v) if pad is None else (q, k, v, pad)
     size = q.element_size()
@@ -331,18 +345,27 @@ def _fits_warps(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pad: torch.Te
     return aligned and all(q.shape[1] * x.stride(1) < 2**31 for x in (q, k, v))
 
 
-def _window_warps(q, k, v, pad, constants, bias, rows, pattern, out, high, out_up, half) -> None:
-    """A warp for each window and head. See :func:`window_attention`."""
+def _launch_warps(
+    q, k, v, pad, constants, bias, rows, pattern, out, tokens, windows, high, out_up, half, step=None
+) -> None:
+    """``step`` warps for a window and head; without ``rows``, a short sequence. See :func:`window_attention`."""
     from qvit.kernels import window_warp
 
     batch, length, heads, head_dim = q.shape
-    windows, tokens = rows.shape
-    window_warp.window_warp_kernel[(windows, heads, batch)](
-        q, k, v, q if pad is None else pad, rows, pattern, bias, constants, out,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], length, heads,
-        N=tokens, D=head_dim, PADS=pad is not None, HIGH=high, OUT_UP=out_up, HALF=half,
+    step = step or warp_step(windows * heads * batch, tokens, _processors(q.device.index))
+    window_warp.window_warp_kernel[(windows * step, heads, batch)](
+        q, k, v, q if pad is None else pad, *(constants if x is None else x for x in (rows, pattern, bias)),
+        constants, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], length, heads,
+        N=tokens, D=head_dim, PLAIN=rows is None, PADS=pad is not None, STEP=step, HIGH=high, OUT_UP=out_up, HALF=half,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@functools.cache
+def warp_step(programs: int, tokens: int, processors: int) -> int:
+    """Programs that share a window's queries: more where a multiprocessor has few warps, which take one's time."""
+    warps = programs / processors
+    return min(cdiv(tokens, 16), 4 if warps <= 4 else 2 if warps <= 12 else 1)
 
 
 def attention_paper(

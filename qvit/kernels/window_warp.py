@@ -1,4 +1,6 @@
-"""Integer attention in windows of up to 64 positions on Hopper (sm_90), a warp for a window and head, in Gluon.
+"""Integer attention of up to 64 tokens on Hopper (sm_90), a warp for a window and head, in Gluon.
+
+A window is cut out of an image by a table, with a bias, or (PLAIN) is a short sequence as it lies, without one.
 
 Rows go from the image to shared memory while no one waits, and from there on everything stays in one warp's registers:
 no warp waits for another. Keys and channels are taken in orders that softmax and the products do not see:
@@ -6,7 +8,10 @@ no warp waits for another. Keys and channels are taken in orders that softmax an
 - a thread takes four neighbouring channels of four keys and turns them around to make V's operand;
 - a thread ends up with neighbouring channels of the output.
 The bias comes in the order of the threads (:func:`qvit.reference.pack_window_bias`), 16 bytes each side by side: read
-row by row it would cost more than anything else here. The arithmetic is that of window.py.
+row by row it would cost more than anything else here. The arithmetic is that of window.py and fused.py.
+
+A grid that is too small to fill the GPU takes as long as its longest program: there STEP programs share a window's
+queries, and each prepares K and V anew.
 """
 
 from triton.experimental import gluon
@@ -78,7 +83,10 @@ def _staged(bits):
 
 @gluon.jit
 def _stage(ptr, pad_ptr, row, stride_n, N: gl.constexpr, D: gl.constexpr, PADS: gl.constexpr):
-    """Starts to copy a window's rows; a negative one is outside of the image. What lies past the last is not copied."""
+    """Starts to copy a window's rows; a negative one is outside of the image: the pad, or zeros.
+
+    What lies past the last row is zero as well.
+    """
     IN: gl.constexpr = ptr.dtype.element_ty
     layout: gl.constexpr = _copied(IN.primitive_bitwidth)
     o_d = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, layout))
@@ -86,7 +94,10 @@ def _stage(ptr, pad_ptr, row, stride_n, N: gl.constexpr, D: gl.constexpr, PADS: 
     if PADS:
         x_ptr = gl.where(row < 0, pad_ptr, x_ptr)
     x_ptr = gl.multiple_of(x_ptr, [16])  # bytes, as the launch has found
-    mask = (gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout)) < N)[:, None]
+    inside = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout)) < N
+    if not PADS:
+        inside = inside & (row >= 0)
+    mask = inside[:, None]
     if D < CHANNELS:
         mask = mask & (o_d < D)[None, :]
     staged = gl.allocate_shared_memory(IN, [KEYS, CHANNELS], _staged(IN.primitive_bitwidth))
@@ -153,18 +164,25 @@ def _load_bias(ptr):
 
 @gluon.jit
 def _attend(
-    q, k, v, columns, bias_ptr, mult, exp_bits, c_ptr, start: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    HIGH: gl.constexpr, OUT_UP: gl.constexpr, OUT: gl.constexpr,
+    q, k, v, columns, bias_ptr, units, c_ptr, start: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
+    PLAIN: gl.constexpr, HIGH: gl.constexpr, OUT_UP: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """A block of queries, operands in registers -> the output [16, 32]."""
-    e = _product(q, k) * mult + _load_bias(bias_ptr + start * KEYS)
+    mult, exp_bits, masked = units
+    if PLAIN:
+        e = _product(q, k)
+        step = 0 - mult
+    else:  # exponents are scores of one unit
+        e = _product(q, k) * mult + _load_bias(bias_ptr + start * KEYS)
+        units = (1, exp_bits, masked)
+        step = -1
     if N < KEYS:
         o_n = gl.arange(0, KEYS, layout=gl.SliceLayout(0, _mma()))
-        e = gl.where((o_n < N)[None, :], e, -(2**31))
-    base = hopper._distance_base(gl.max(e, 1), (1, exp_bits, 0))  # exponents are scores of one unit
+        e = gl.where((o_n < N)[None, :], e, masked)
+    base = hopper._distance_base(gl.max(e, 1), units)
     base = gl.convert_layout(base, gl.SliceLayout(1, _operand(0)), assert_trivial=True)
     e = gl.convert_layout(hopper._operand_order(e), _operand(0), assert_trivial=True)
-    p, p_low = hopper._weights(e, base, -1, exp_bits, HIGH)
+    p, p_low = hopper._weights(e, base, step, exp_bits, HIGH)
     if N - start <= ROWS // 2:  # the other half of the rows is not worth its weights: the compiler drops them
         half = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _operand(0))) < ROWS // 2
         p = gl.where(half[:, None], p, 127)
@@ -186,21 +204,37 @@ def _attend(
 
 
 @gluon.jit
+def _store(out_ptr, rows_ptr, out, start: gl.constexpr, H, N: gl.constexpr, D: gl.constexpr, PLAIN: gl.constexpr):
+    """A block of the output to its rows; none of those outside of the image."""
+    OUT: gl.constexpr = hopper._out(ROWS, CHANNELS)
+    row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    if PLAIN:
+        mask = (row < N)[:, None]
+    else:
+        row = gl.load(rows_ptr + row, mask=row < N, other=-1)
+        mask = (row >= 0)[:, None]
+    o_d = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, OUT))
+    if D < CHANNELS:
+        mask = mask & (o_d < D)[None, :]
+    gl.store(out_ptr + row[:, None] * (H * D) + o_d[None, :], out, mask=mask)
+
+
+@gluon.jit
 def window_warp_kernel(
     q_ptr, k_ptr, v_ptr, pad_ptr, rows_ptr, pattern_ptr, bias_ptr, constants_ptr, out_ptr,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, L, H,
-    N: gl.constexpr, D: gl.constexpr, PADS: gl.constexpr, HIGH: gl.constexpr, OUT_UP: gl.constexpr,
-    HALF: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, PLAIN: gl.constexpr, PADS: gl.constexpr, STEP: gl.constexpr,
+    HIGH: gl.constexpr, OUT_UP: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """q, k, v (B, L, H, D) -> out (B, L, H, D). Program (w, h, b): window w of image b.
+    """q, k, v (B, L, H, D) -> out (B, L, H, D). Program (w * STEP + i, h, b): part i of window w of image b.
 
     rows: int32 (windows, N); pattern: int32 (windows,), which packed bias (patterns, H, rows in 16s * 64) a window
-    takes; pad: (3, H, D).
+    takes; pad: (3, H, D). PLAIN has none of these: the one window is the L = N rows.
     """
     IN: gl.constexpr = q_ptr.dtype.element_ty
-    OUT: gl.constexpr = hopper._out(ROWS, CHANNELS)
     BLOCKS: gl.constexpr = (N + ROWS - 1) // ROWS
-    i_w = gl.program_id(0)
+    i_w = gl.program_id(0) // STEP
+    part = gl.program_id(0) % STEP
     i_h = gl.program_id(1)
     b = gl.program_id(2).to(gl.int64)
     h = i_h.to(gl.int64)
@@ -209,15 +243,18 @@ def window_warp_kernel(
     pad_ptr += i_h * D
     out_ptr += b * L * (H * D) + i_h * D
 
-    o_n = gl.arange(0, KEYS, layout=gl.SliceLayout(1, _copied(IN.primitive_bitwidth)))
-    row = gl.load(rows_ptr + gl.minimum(o_n, N - 1))
+    row = gl.minimum(gl.arange(0, KEYS, layout=gl.SliceLayout(1, _copied(IN.primitive_bitwidth))), N - 1)
+    if not PLAIN:
+        row = gl.load(rows_ptr + row)
     ks = _stage(k_ptr + b * stride_kb + h * stride_kh, pad_ptr + H * D, row, stride_kn, N, D, PADS)
     vs = _stage(v_ptr + b * stride_vb + h * stride_vh, pad_ptr + 2 * H * D, row, stride_vn, N, D, PADS)
     qs = _stage(q_ptr + b * stride_qb + h * stride_qh, pad_ptr, row, stride_qn, N, D, PADS)
     async_copy.commit_group()
-    bias_ptr += (gl.load(pattern_ptr + i_w) * H + i_h).to(gl.int64) * (BLOCKS * ROWS * KEYS)
-    mult = gl.load(c_ptr + 6 * D)
-    exp_bits = gl.load(c_ptr + 6 * D + 1)
+    if PLAIN:
+        units = hopper._units(c_ptr, D)
+    else:
+        units = (gl.load(c_ptr + 6 * D), gl.load(c_ptr + 6 * D + 1), -(2**31))
+        bias_ptr += (gl.load(pattern_ptr + i_w) * H + i_h).to(gl.int64) * (BLOCKS * ROWS * KEYS)
     q_factors = hopper._factors(c_ptr, 0, -1, D, CHANNELS, IN, HALF, _queries())
     k_factors = hopper._factors(c_ptr, 1, 2, D, CHANNELS, IN, HALF, _keys())
     v_factors = hopper._factors(c_ptr, 3, -1, D, CHANNELS, IN, HALF, _values())
@@ -226,15 +263,10 @@ def window_warp_kernel(
     k = _key_operand(ks, k_factors)
     v = _value_operand(vs, v_factors)
     columns = _sum_values(v)
-    o_d = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, OUT))
     for i in gl.static_range(BLOCKS):
-        q = _query_operand(qs, i * ROWS, q_factors)
-        out = _attend(
-            q, k, v, columns, bias_ptr, mult, exp_bits, c_ptr, i * ROWS, N, D, HIGH, OUT_UP, out_ptr.dtype.element_ty
-        )
-        position = i * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-        row = gl.load(rows_ptr + position, mask=position < N, other=-1)
-        mask = (row >= 0)[:, None]
-        if D < CHANNELS:
-            mask = mask & (o_d < D)[None, :]
-        gl.store(out_ptr + row[:, None] * (H * D) + o_d[None, :], out, mask=mask)
+        if part == i * STEP // BLOCKS:
+            q = _query_operand(qs, i * ROWS, q_factors)
+            out = _attend(
+                q, k, v, columns, bias_ptr, units, c_ptr, i * ROWS, N, D, PLAIN, HIGH, OUT_UP, out_ptr.dtype.element_ty
+            )
+            _store(out_ptr, rows_ptr, out, i * ROWS, H, N, D, PLAIN)
