@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not (CUDA or numerics.INTERPRETED), reason="need
 
 # Small enough for the interpreter; a GPU takes the grid of sequence lengths and head dimensions as well.
 SHAPES = [(1, 1, 1, 16), (2, 2, 49, 32), (1, 2, 65, 48), (1, 1, 130, 72), (1, 2, 197, 64), (1, 1, 64, 128)]
-GRID_N = (1, 16, 49, 50, 64, 65, 100, 128, 144, 196, 197, 198, 257, 320, 321, 384, 577, 1025, 1370, 1792)
+GRID_N = (1, 16, 49, 50, 64, 65, 100, 128, 144, 196, 197, 198, 257, 320, 321, 384, 577, 1025, 1370, 1792, 1793, 2305)
 GRID_D = (16, 20, 32, 48, 64, 72, 80, 88, 96, 104, 128)
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.int8]
 
@@ -126,7 +126,10 @@ PACKED = [
 ]
 HOPPERS = [{"step": 1}, {"step": 3}]
 HOPPERS_LONG = [{"step": 4, "num_warps": 4}, {"step": 1, "num_warps": 8}, {"step": 1, "num_warps": 16}]
-KINDS = {"fused": FUSED, "packed": PACKED} | ({"hopper": HOPPERS, "hopper_long": HOPPERS_LONG} if HOPPER else {})
+HOPPERS_STREAM = [{"num_warps": 4}, {"num_warps": 8}]
+KINDS = {"fused": FUSED, "packed": PACKED}
+if HOPPER:
+    KINDS |= {"hopper": HOPPERS, "hopper_long": HOPPERS_LONG, "hopper_stream": HOPPERS_STREAM}
 CONFIGS = [(kind, config) for kind, configs in KINDS.items() for config in configs]
 
 
@@ -167,6 +170,21 @@ def test_both_kernels_of_one_launch_agree(tokens, dtype):
             out = [torch.full((3, tokens, 2, head_dim), 77, dtype=out_dtype, device=DEVICE) for _ in range(2)]
             up = R.out_shift(tokens, "high" if high else "standard")
             for run, result in zip((launch.hopper_attention, launch.fused_attention), out, strict=True):
+                run(q, k, v, scales.constants(DEVICE), None, result, high=high, out_up=up, half=scales.half_exact)
+            assert torch.equal(*out)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("tokens", [128, 129, 197, 300, 384, 577, 640, 1000], ids="N{}".format)
+def test_streamed_tiles_agree(tokens, dtype, poisoned):
+    """Every number of turns in the last tile, few tiles, odd head dimensions: against the kernel for all GPUs."""
+    for head_dim in (36, 64):
+        (q, k, v), scales = operands((2, 2, tokens, head_dim), dtype)
+        for high, out_dtype in ((False, torch.int8), (True, torch.bfloat16)):
+            out = [torch.empty(2, tokens, 2, head_dim, dtype=out_dtype, device=DEVICE) for _ in range(2)]
+            up = R.out_shift(tokens, "high" if high else "standard")
+            for run, result in zip((launch.hopper_stream_attention, launch.packed_attention), out, strict=True):
                 run(q, k, v, scales.constants(DEVICE), None, result, high=high, out_up=up, half=scales.half_exact)
             assert torch.equal(*out)
 

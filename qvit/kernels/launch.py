@@ -106,7 +106,9 @@ def _kind(size, strides, bias_row: int, plain: bool, cuda: bool, index: int | No
     reach = max(reach, tokens * heads * head_dim, tokens * bias_row)
     plain = plain and reach < 2**31 and all(channel == 1 for _, channel in strides) and cuda and _is_hopper(index)
     if tokens > FUSED_TOKENS or reach >= 2**31:
-        return "hopper_long" if plain and tokens <= LONG_TOKENS and padded_dim(head_dim) == TILE else "packed"
+        if not plain or padded_dim(head_dim) != TILE:
+            return "packed"
+        return "hopper_long" if tokens <= LONG_TOKENS else "hopper_stream"
     if plain and tokens <= TILE and head_dim in WARP_DIMS:
         return "warps"
     return "hopper" if plain and tokens > TILE and head_dim <= TILE else "fused"
@@ -221,6 +223,25 @@ def long_configuration(heads: int, tokens: int, processors: int) -> dict:
     return {"num_warps": 8, "step": programs_per_head(heads, cdiv(tokens, 128), resident * processors)}
 
 
+def hopper_stream_attention(q, k, v, constants, bias, out, *, high, out_up, half, num_warps=None) -> None:
+    """Two launches on sm_90 for the longest sequences: pack K and V, then attend. See :func:`attention`."""
+    from qvit.kernels import hopper_stream
+
+    batch, heads, tokens, head_dim = q.shape
+    num_warps = num_warps or (4 if high else 8)
+    count = cdiv(tokens, hopper_stream.TILE.value)
+    packed = torch.empty(batch, heads, count, 2 * hopper_stream.BYTES.value, dtype=torch.int8, device=q.device)
+    sums = torch.empty(batch, heads, count, hopper_stream.CHANNELS.value, dtype=torch.int32, device=q.device)
+    common = {"D": head_dim, "HALF": half, "enable_fp_fusion": False}
+    hopper_stream.hopper_pack_kernel[(count, heads, batch)](
+        k, v, constants, packed, sums, *k.stride()[:3], *v.stride()[:3], heads, tokens, count, num_warps=4, **common
+    )
+    hopper_stream.hopper_stream_kernel[(cdiv(tokens, 16 * num_warps), heads, batch)](
+        q, packed, sums, constants, out, *q.stride()[:3], heads, tokens // hopper_stream.TILE.value, count,
+        N=tokens, HIGH=high, OUT_UP=out_up, num_warps=num_warps, **common, **long_options(high),
+    )  # fmt: skip
+
+
 def fused_attention(
     q, k, v, constants, bias, out, *, high, out_up, half, block_m=64, step=None, num_warps=None, num_stages=1
 ) -> None:
@@ -276,6 +297,7 @@ KERNELS = {
     "warps": warp_attention,
     "hopper": hopper_attention,
     "hopper_long": hopper_long_attention,
+    "hopper_stream": hopper_stream_attention,
     "fused": fused_attention,
     "packed": packed_attention,
 }
