@@ -7,6 +7,7 @@ backend cannot serve raises.
 from __future__ import annotations
 
 import functools
+import types
 
 import torch
 
@@ -61,6 +62,14 @@ def select_backend(device: torch.device | str, backend: str = "auto") -> str:
     return "triton"
 
 
+@functools.cache
+def _kernels() -> types.ModuleType:
+    """The module that launches kernels, which not every torch can import; an import in each call would take longer."""
+    from qvit.kernels import launch
+
+    return launch
+
+
 # ---------------------------------------------------------------- torch.library
 
 _library = torch.library.Library("qvit", "DEF")
@@ -85,14 +94,12 @@ def _attention(q, k, v, constants, bias, precision, out_dtype, backend, half):
         )
     if select_backend(q.device, backend) == "reference":
         return reference.attention(q, k, v, constants, bias, precision=precision, out_dtype=out_dtype)
-    from qvit.kernels import launch
-
     if bias is not None and bias.stride(-1) != 1:
         bias = bias.contiguous()
     out = torch.empty(batch, tokens, heads, head_dim, dtype=out_dtype, device=q.device)
     if out.numel():
         up = reference.out_shift(tokens, precision)
-        launch.attention(q, k, v, constants, bias, out, high=precision == "high", out_up=up, half=half)
+        _kernels().attention(q, k, v, constants, bias, out, high=precision == "high", out_up=up, half=half)
     return out
 
 
@@ -110,15 +117,14 @@ def _window_attention(q, k, v, pad, constants, bias, rows, pattern, precision, o
         return reference.window_attention(
             q, k, v, pad, constants, bias, rows, pattern, precision=precision, out_dtype=out_dtype
         )
-    from qvit.kernels import launch
-
     if bias is not None and bias.ndim == 4:
-        bias = (bias if bias.stride(-1) == 1 else bias.contiguous()).expand(-1, heads, -1, -1)
+        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
+        bias = bias if bias.shape[1] == heads else bias.expand(-1, heads, -1, -1)  # a view takes microseconds
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = torch.empty(batch, length, heads, head_dim, dtype=out_dtype, device=q.device)
     if out.numel():
         up = reference.out_shift(tokens, precision)
-        launch.window_attention(
+        _kernels().window_attention(
             q, k, v, pad, constants, bias, rows, pattern, out, high=precision == "high", out_up=up, half=half
         )
     return out
@@ -131,12 +137,10 @@ def _window_attention_fake(q, k, v, pad, constants, bias, rows, pattern, precisi
 def _attention_paper(q, k, v, constants, bias, text, backend):
     if text or select_backend(q.device, backend) == "reference":
         return reference.attention_paper(q, k, v, constants, bias, text=text)
-    from qvit.kernels import launch
-
     batch, heads, tokens, head_dim = q.shape
     out = torch.empty(batch, tokens, heads, head_dim, dtype=torch.int8, device=q.device)
     if out.numel():
-        launch.attention_paper(q, k, v, constants, bias, out)
+        _kernels().attention_paper(q, k, v, constants, bias, out)
     return out
 
 

@@ -107,6 +107,7 @@ def test_a_packed_bias_gives_the_bits_of_the_one_that_is_packed(image, dim, dtyp
         assert torch.equal(run(padding, packed, "reference"), expected)
         assert torch.equal(run(padding, packed, "triton"), expected)
     for step in (1, 2, 4) if CUDA else ():
+        monkeypatch.setattr("qvit.kernels.dispatch._kept", {})
         monkeypatch.setattr("qvit.kernels.launch.warp_step", lambda *_: min(step, -(-rows.shape[1] // 16)))  # noqa: B023
         assert torch.equal(run(None, packed, "triton"), expected)
 

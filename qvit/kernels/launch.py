@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import pathlib
@@ -11,7 +10,7 @@ import torch
 import triton
 
 from qvit.errors import BackendError
-from qvit.kernels import attend, fused, numerics, pack, paper, window
+from qvit.kernels import attend, dispatch, fused, numerics, pack, paper, window
 
 GRID_Z = 65535  # largest third dimension of a grid
 TILE = 64  # keys of a tile
@@ -28,12 +27,6 @@ TABLE = pathlib.Path(__file__).with_name("launch_table.json")
 def cdiv(a: int, b: int) -> int:
     """a / b rounded up; Triton's own takes microseconds, and a launch needs a few."""
     return -(-a // b)
-
-
-def _device_guard(x: torch.Tensor) -> contextlib.AbstractContextManager:
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
 
 
 def _group_magic(groups: int) -> int:
@@ -77,15 +70,23 @@ def attention(
         out_up: Bits the accumulator moves up before an int8 output's multiply.
         half: The constants are exact in float16.
     """
-    chunk = _chunk(q.shape[0], bias)
-    launch = KERNELS[kind_of_kernel(q, k, v, bias)]
-    with _device_guard(q):
-        if chunk == q.shape[0]:  # as ever; four views would take longer than the kernel
-            launch(q, k, v, constants, bias, out, high=high, out_up=out_up, half=half)
-            return
-        for start in range(0, q.shape[0], chunk):
-            span = slice(start, start + chunk)
-            launch(q[span], k[span], v[span], constants, bias, out[span], high=high, out_up=out_up, half=half)
+    if q.shape[0] <= GRID_Z:
+        layout = (q.shape, q.stride(), k.stride(), v.stride(), _layout(bias))
+        operands = (q, k, v, constants, bias, out)
+        dispatch.call(_attention, operands, layout, high=high, out_up=out_up, half=half)
+        return
+    for span in _spans(q.shape[0], bias):
+        attention(q[span], k[span], v[span], constants, bias, out[span], high=high, out_up=out_up, half=half)
+
+
+def _attention(q, k, v, constants, bias, out, **settings) -> dispatch.Launch | None:
+    """One launch, or None after two. All that it reads of shapes and strides is in the layout above."""
+    return KERNELS[kind_of_kernel(q, k, v, bias)](q, k, v, constants, bias, out, **settings)
+
+
+def _layout(x: torch.Tensor | None) -> tuple | None:
+    """Shape and strides of what may be missing."""
+    return None if x is None else (x.shape, x.stride())
 
 
 def kind_of_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> str:
@@ -124,6 +125,12 @@ def _capability(index: int | None) -> tuple[int, int]:
 def _is_hopper(index: int | None) -> bool:
     version = tuple(int(x) for x in triton.__version__.split(".")[:2])
     return _capability(index) == HOPPER and version >= HOPPER_TRITON
+
+
+def _spans(batch: int, bias: torch.Tensor | None = None) -> list[slice]:
+    """Parts of a batch for one launch each: a grid's third dimension holds them, and a whole number of windows each."""
+    chunk = _chunk(batch, bias)
+    return [slice(start, start + chunk) for start in range(0, batch, chunk)]
 
 
 def _chunk(batch: int, bias: torch.Tensor | None) -> int:
@@ -177,7 +184,9 @@ def configuration(kind: str, capability: tuple[int, int], head_dim: int, tokens:
     return {}
 
 
-def hopper_attention(q, k, v, constants, bias, out, *, high, out_up, half, step=None, num_warps=4) -> None:
+def hopper_attention(
+    q, k, v, constants, bias, out, *, high, out_up, half, step=None, num_warps=4
+) -> dispatch.Launch | None:
     """One launch on sm_90; ``step`` programs share a head's blocks of queries. See :func:`attention`."""
     from qvit.kernels import hopper
 
@@ -186,15 +195,18 @@ def hopper_attention(q, k, v, constants, bias, out, *, high, out_up, half, step=
     places = HOPPER_PROGRAMS * _processors(q.device.index)
     blocks = cdiv(tokens, 64)
     step = min(blocks, step or config.get("step") or programs_per_head(batch * heads, blocks, places))
-    hopper.hopper_kernel[(step, heads, batch)](
-        q, k, v, constants, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        batch, heads, max(1, places // (heads * step)),
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    return dispatch.launch(
+        hopper.hopper_kernel, (step, heads, batch), (q, k, v, constants, out),
+        (*strides, batch, heads, max(1, places // (heads * step))),
         N=tokens, D=head_dim, DP=padded_dim(head_dim), STEP=step, HIGH=high, OUT_UP=out_up, HALF=half,
         num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def hopper_long_attention(q, k, v, constants, bias, out, *, high, out_up, half, step=None, num_warps=None) -> None:
+def hopper_long_attention(
+    q, k, v, constants, bias, out, *, high, out_up, half, step=None, num_warps=None
+) -> dispatch.Launch | None:
     """One launch on sm_90 for longer sequences; ``step`` programs share a head's blocks. See :func:`attention`."""
     from qvit.kernels import hopper_long
 
@@ -202,9 +214,11 @@ def hopper_long_attention(q, k, v, constants, bias, out, *, high, out_up, half, 
     rule = long_configuration(batch * heads, tokens, _processors(q.device.index))
     num_warps = num_warps or rule["num_warps"]
     step = min(step or rule["step"], cdiv(tokens, 16 * num_warps))
-    hopper_long.hopper_long_kernel[(step, heads, batch)](
-        q, k, v, constants, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads, tokens // 128,
-        cdiv(tokens, 128), N=tokens, D=head_dim, STEP=step, HIGH=high, OUT_UP=out_up, HALF=half,
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    return dispatch.launch(
+        hopper_long.hopper_long_kernel, (step, heads, batch), (q, k, v, constants, out),
+        (*strides, heads, tokens // 128, cdiv(tokens, 128)),
+        N=tokens, D=head_dim, STEP=step, HIGH=high, OUT_UP=out_up, HALF=half,
         num_warps=num_warps, enable_fp_fusion=False, **long_options(high),
     )  # fmt: skip
 
@@ -227,24 +241,47 @@ def hopper_stream_attention(q, k, v, constants, bias, out, *, high, out_up, half
     """Two launches on sm_90 for the longest sequences: pack K and V, then attend. See :func:`attention`."""
     from qvit.kernels import hopper_stream
 
-    batch, heads, tokens, head_dim = q.shape
-    num_warps = num_warps or (4 if high else 8)
-    count = cdiv(tokens, hopper_stream.TILE.value)
-    packed = torch.empty(batch, heads, count, 2 * hopper_stream.BYTES.value, dtype=torch.int8, device=q.device)
-    sums = torch.empty(batch, heads, count, hopper_stream.CHANNELS.value, dtype=torch.int32, device=q.device)
-    common = {"D": head_dim, "HALF": half, "enable_fp_fusion": False}
-    hopper_stream.hopper_pack_kernel[(count, heads, batch)](
-        k, v, constants, packed, sums, *k.stride()[:3], *v.stride()[:3], heads, tokens, count, num_warps=4, **common
+    batch, heads, tokens, _ = q.shape
+    packed, sums = (
+        torch.empty(batch, heads, cdiv(tokens, 128), size, dtype=dtype, device=q.device)
+        for size, dtype in ((2 * hopper_stream.BYTES.value, torch.int8), (hopper_stream.CHANNELS.value, torch.int32))
     )
-    hopper_stream.hopper_stream_kernel[(cdiv(tokens, 16 * num_warps), heads, batch)](
-        q, packed, sums, constants, out, *q.stride()[:3], heads, tokens // hopper_stream.TILE.value, count,
-        N=tokens, HIGH=high, OUT_UP=out_up, num_warps=num_warps, **common, **long_options(high),
+    dispatch.call(_stream_pack, (k, v, constants, packed, sums), (k.shape, k.stride(), v.stride()), half=half)
+    dispatch.call(
+        _stream_attend, (q, packed, sums, constants, out), (q.shape, q.stride()), high=high, out_up=out_up, half=half,
+        num_warps=num_warps or (4 if high else 8),
+    )  # fmt: skip
+
+
+def _stream_pack(k, v, constants, packed, sums, *, half) -> dispatch.Launch | None:
+    """The first of the two launches."""
+    from qvit.kernels import hopper_stream
+
+    batch, heads, tokens, head_dim = k.shape
+    count = cdiv(tokens, 128)
+    return dispatch.launch(
+        hopper_stream.hopper_pack_kernel, (count, heads, batch), (k, v, constants, packed, sums),
+        (*k.stride()[:3], *v.stride()[:3], heads, tokens, count),
+        D=head_dim, HALF=half, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _stream_attend(q, packed, sums, constants, out, *, high, out_up, half, num_warps) -> dispatch.Launch | None:
+    """The second."""
+    from qvit.kernels import hopper_stream
+
+    batch, heads, tokens, head_dim = q.shape
+    return dispatch.launch(
+        hopper_stream.hopper_stream_kernel, (cdiv(tokens, 16 * num_warps), heads, batch),
+        (q, packed, sums, constants, out), (*q.stride()[:3], heads, tokens // 128, cdiv(tokens, 128)),
+        N=tokens, D=head_dim, HIGH=high, OUT_UP=out_up, HALF=half, num_warps=num_warps, enable_fp_fusion=False,
+        **long_options(high),
     )  # fmt: skip
 
 
 def fused_attention(
     q, k, v, constants, bias, out, *, high, out_up, half, block_m=64, step=None, num_warps=None, num_stages=1
-) -> None:
+) -> dispatch.Launch | None:
     """One launch; ``step`` programs share a head's blocks of ``block_m`` queries. See :func:`attention`."""
     batch, heads, tokens, head_dim = q.shape
     full, tail = tiles(tokens)
@@ -253,8 +290,9 @@ def fused_attention(
     if num_warps is None:
         num_warps = 2 if tokens <= TILE else 4
     addend, bias_arguments = _bias_arguments(bias, constants)
-    fused.fused_kernel[(min(step, cdiv(tokens, block_m)), heads, batch)](
-        q, k, v, addend, constants, out, *q.stride(), *k.stride(), *v.stride(), *bias_arguments, heads,
+    return dispatch.launch(
+        fused.fused_kernel, (min(step, cdiv(tokens, block_m)), heads, batch), (q, k, v, addend, constants, out),
+        (*q.stride(), *k.stride(), *v.stride(), *bias_arguments, heads),
         N=tokens, D=head_dim, DP=padded_dim(head_dim), TILE=TILE, TILES=full, TAIL=tail, STEP=step, BLOCK_M=block_m,
         BIAS=bias is not None, HIGH=high, INT8_OUT=out.dtype == torch.int8, OUT_UP=out_up, HALF=half,
         INTERPRET=numerics.INTERPRETED, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False,
@@ -266,31 +304,56 @@ def packed_attention(
 ) -> None:
     """Two launches: pack q, k and V^T, then attend. See :func:`attention`."""
     batch, heads, tokens, head_dim = q.shape
-    full, tail = tiles(tokens)
     config = configuration("packed", _capability(q.device.index), padded_dim(head_dim), tokens, batch * heads)
     block_m = block_m or config.get("block_m", 64)
     num_warps = num_warps or config.get("num_warps", 4)
     num_stages = num_stages or config.get("num_stages", 3)
     columns, padded = padded_dim(head_dim), cdiv(tokens, TILE) * TILE
-    rows = torch.empty(3, batch, heads, padded * columns, dtype=torch.int8, device=q.device)
+    q8, k8, vt = torch.empty(3, batch, heads, padded * columns, dtype=torch.int8, device=q.device).unbind(0)
     sums = torch.empty(batch, heads, padded // TILE, columns, dtype=torch.int32, device=q.device)
-    common = {"D": head_dim, "DP": columns, "INTERPRET": numerics.INTERPRETED, "enable_fp_fusion": False}
-    pack.pack_kernel[(padded // TILE, heads, batch)](
-        q, k, v, constants, rows[0], rows[1], rows[2], sums,
-        *q.stride(), *k.stride(), *v.stride(), heads, tokens, padded, TILE=TILE, HALF=half, num_warps=4, **common,
+    layout = (q.shape, q.stride(), k.stride(), v.stride())
+    dispatch.call(_pack, (q, k, v, constants, q8, k8, vt, sums), layout, half=half)
+    dispatch.call(
+        _attend, (q8, k8, vt, sums, bias, constants, out), (_layout(bias),), size=q.shape, high=high,
+        out_up=out_up, block_m=block_m, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
+
+
+def _pack(q, k, v, constants, q8, k8, vt, sums, *, half) -> dispatch.Launch | None:
+    """The first of the two launches."""
+    batch, heads, tokens, head_dim = q.shape
+    return dispatch.launch(
+        pack.pack_kernel, (cdiv(tokens, TILE), heads, batch), (q, k, v, constants, q8, k8, vt, sums),
+        (*q.stride(), *k.stride(), *v.stride(), heads, tokens, cdiv(tokens, TILE) * TILE),
+        D=head_dim, DP=padded_dim(head_dim), TILE=TILE, HALF=half, INTERPRET=numerics.INTERPRETED, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _attend(
+    q8, k8, vt, sums, bias, constants, out, *, size, high, out_up, block_m, num_warps, num_stages
+) -> dispatch.Launch | None:
+    """The second, of queries of ``size`` (B, H, N, D)."""
+    batch, heads, tokens, head_dim = size
+    full, tail = tiles(tokens)
     addend, bias_arguments = _bias_arguments(bias, sums)
-    attend.attend_kernel[(cdiv(tokens, block_m), heads, batch)](
-        rows[0], rows[1], rows[2], sums, addend, constants, out, *bias_arguments, heads, tokens, padded, full, out_up,
-        TAIL=tail, BIAS=bias is not None, HIGH=high, INT8_OUT=out.dtype == torch.int8, BLOCK_M=block_m,
-        num_warps=num_warps, num_stages=num_stages, **common,
+    return dispatch.launch(
+        attend.attend_kernel, (cdiv(tokens, block_m), heads, batch), (q8, k8, vt, sums, addend, constants, out),
+        (*bias_arguments, heads, tokens, cdiv(tokens, TILE) * TILE, full, out_up),
+        D=head_dim, DP=padded_dim(head_dim), TAIL=tail, BIAS=bias is not None, HIGH=high,
+        INT8_OUT=out.dtype == torch.int8, BLOCK_M=block_m, INTERPRET=numerics.INTERPRETED, num_warps=num_warps,
+        num_stages=num_stages, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def warp_attention(q, k, v, constants, bias, out, *, high, out_up, half, step=None) -> None:
+def warp_attention(q, k, v, constants, bias, out, *, high, out_up, half, step=None) -> dispatch.Launch | None:
     """One launch on sm_90, a warp for a short sequence's head or a part of it. See :func:`attention`."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    _launch_warps(q, k, v, None, constants, None, None, None, out, q.shape[1], 1, high, out_up, half, step)
+    batch, heads, tokens, head_dim = q.shape
+    return _launch_warps(
+        (q, k, v, q, constants, constants, constants, constants, out),  # no pad, table, pattern nor bias
+        tuple(x.stride(dim) for x in (q, k, v) for dim in (0, 2, 1)), (batch, tokens, heads, head_dim), (1, tokens),
+        PLAIN=True, PADS=False, HIGH=high, OUT_UP=out_up, HALF=half, step=step,
+    )  # fmt: skip
 
 
 KERNELS = {
@@ -333,53 +396,61 @@ def window_attention(
         high, out_up, half: As for :func:`attention`.
         block_m, num_warps: Launch configuration.
     """
+    settings = {"high": high, "out_up": out_up, "half": half, "block_m": block_m, "num_warps": num_warps}
+    if q.shape[0] <= GRID_Z:
+        layout = (q.shape, q.stride(), k.stride(), v.stride(), _layout(bias), rows.shape)
+        dispatch.call(_window_attention, (q, k, v, pad, constants, bias, rows, pattern, out), layout, **settings)
+        return
+    for span in _spans(q.shape[0]):
+        window_attention(q[span], k[span], v[span], pad, constants, bias, rows, pattern, out[span], **settings)
+
+
+def _window_attention(
+    q, k, v, pad, constants, bias, rows, pattern, out, *, high, out_up, half, block_m, num_warps
+) -> dispatch.Launch | None:
     batch, length, heads, head_dim = q.shape
     windows, tokens = rows.shape
-    full, tail = tiles(tokens)
+    pads = q if pad is None else pad
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     packed = bias is not None and bias.ndim == 3
-    strides = (0, 0, 0) if bias is None else (*bias.stride()[:2], 0) if packed else bias.stride()[:3]
-    in_warps = packed and _fits_warps(q, k, v, pad)
-    with _device_guard(q):
-        for start in range(0, batch, GRID_Z):
-            span = slice(start, start + GRID_Z)
-            qs, ks, vs = q[span], k[span], v[span]
-            if in_warps:
-                args = (pad, constants, bias, rows, pattern, out[span], tokens, windows, high, out_up, half)
-                _launch_warps(qs, ks, vs, *args)
-                continue
-            window.window_kernel[(windows, heads, qs.shape[0])](
-                qs, ks, vs, qs if pad is None else pad, rows, pattern, constants if bias is None else bias, constants,
-                out[span], *qs.stride()[:3], *ks.stride()[:3], *vs.stride()[:3], *strides, length, heads,
-                N=tokens, D=head_dim, DP=padded_dim(head_dim), TILE=TILE, TILES=full, TAIL=tail, BLOCK_M=block_m,
-                BIAS=0 if bias is None else 2 if packed else 1, PADS=pad is not None, HIGH=high,
-                INT8_OUT=out.dtype == torch.int8, OUT_UP=out_up, HALF=half, INTERPRET=numerics.INTERPRETED,
-                num_warps=num_warps or (2 if tokens <= TILE else 4), num_stages=1, enable_fp_fusion=False,
-            )  # fmt: skip
+    if packed and _fits_warps(q, k, v, pad):
+        return _launch_warps(
+            (q, k, v, pads, rows, pattern, bias, constants, out), strides, (batch, length, heads, head_dim), rows.shape,
+            PLAIN=False, PADS=pad is not None, HIGH=high, OUT_UP=out_up, HALF=half,
+        )  # fmt: skip
+    full, tail = tiles(tokens)
+    addend = constants if bias is None else bias
+    bias_strides = (0, 0, 0) if bias is None else (*bias.stride()[:2], 0) if packed else bias.stride()[:3]
+    return dispatch.launch(
+        window.window_kernel, (windows, heads, batch), (q, k, v, pads, rows, pattern, addend, constants, out),
+        (*strides, *bias_strides, length, heads),
+        N=tokens, D=head_dim, DP=padded_dim(head_dim), TILE=TILE, TILES=full, TAIL=tail, BLOCK_M=block_m,
+        BIAS=0 if bias is None else 2 if packed else 1, PADS=pad is not None, HIGH=high,
+        INT8_OUT=out.dtype == torch.int8, OUT_UP=out_up, HALF=half, INTERPRET=numerics.INTERPRETED,
+        num_warps=num_warps or (2 if tokens <= TILE else 4), num_stages=1, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _fits_warps(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pad: torch.Tensor | None) -> bool:
     """Whether a warp can take a window: on Hopper, rows in pieces of 16 bytes, 32-bit offsets inside an image."""
     if not q.is_cuda or not _is_hopper(q.device.index) or q.shape[-1] not in WARP_DIMS:
         return False
-    tensors = (q, k, v) if pad is None else (q, k, v, pad)
     size = q.element_size()
-    aligned = all(x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in x.stride()[:-1]) for x in tensors)
+    aligned = all(x.data_ptr() % 16 == 0 for x in (q, k, v, pad) if x is not None)
+    aligned = aligned and all(s * size % 16 == 0 for x in (q, k, v) for s in x.stride()[:-1])
     return aligned and all(q.shape[1] * x.stride(1) < 2**31 for x in (q, k, v))
 
 
-def _launch_warps(
-    q, k, v, pad, constants, bias, rows, pattern, out, tokens, windows, high, out_up, half, step=None
-) -> None:
-    """``step`` warps for a window and head; without ``rows``, a short sequence. See :func:`window_attention`."""
+def _launch_warps(pointers, strides, size, shape, *, step=None, **constexprs) -> dispatch.Launch:
+    """``step`` warps for each head of each window, of a ``shape`` of (windows, N), in images of a size (B, L, H, D)."""
     from qvit.kernels import window_warp
 
-    batch, length, heads, head_dim = q.shape
-    step = step or warp_step(windows * heads * batch, tokens, _processors(q.device.index))
-    window_warp.window_warp_kernel[(windows * step, heads, batch)](
-        q, k, v, q if pad is None else pad, *(constants if x is None else x for x in (rows, pattern, bias)),
-        constants, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], length, heads,
-        N=tokens, D=head_dim, PLAIN=rows is None, PADS=pad is not None, STEP=step, HIGH=high, OUT_UP=out_up, HALF=half,
-        num_warps=1, enable_fp_fusion=False,
+    batch, length, heads, head_dim = size
+    windows, tokens = shape
+    step = step or warp_step(windows * heads * batch, tokens, _processors(pointers[0].device.index))
+    return dispatch.launch(
+        window_warp.window_warp_kernel, (windows * step, heads, batch), pointers, (*strides, length, heads),
+        N=tokens, D=head_dim, STEP=step, **constexprs, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -399,15 +470,19 @@ def attention_paper(
     out: torch.Tensor,
 ) -> None:
     """QFlash as published, into ``out`` (B, N, H, D) int8. q, k, v: (B, H, N, D) int8; bias int32 in score units."""
+    if q.shape[0] <= GRID_Z:
+        layout = (q.shape, q.stride(), k.stride(), v.stride(), _layout(bias))
+        dispatch.call(_attention_paper, (q, k, v, constants, bias, out), layout)
+        return
+    for span in _spans(q.shape[0], bias):
+        attention_paper(q[span], k[span], v[span], constants, bias, out[span])
+
+
+def _attention_paper(q, k, v, constants, bias, out) -> dispatch.Launch | None:
     batch, heads, tokens, head_dim = q.shape
     addend, bias_arguments = _bias_arguments(bias, constants)
-    chunk = _chunk(batch, bias)
-    with _device_guard(q):
-        for start in range(0, batch, chunk):
-            span = slice(start, start + chunk)
-            qs, ks, vs = q[span], k[span], v[span]
-            paper.paper_kernel[(cdiv(tokens, 64), heads, qs.shape[0])](
-                qs, ks, vs, addend, constants, out[span],
-                *qs.stride(), *ks.stride(), *vs.stride(), *bias_arguments, heads, tokens,
-                D=head_dim, DP=padded_dim(head_dim), BIAS=bias is not None, num_warps=4, num_stages=2,
-            )  # fmt: skip
+    return dispatch.launch(
+        paper.paper_kernel, (cdiv(tokens, 64), heads, batch), (q, k, v, addend, constants, out),
+        (*q.stride(), *k.stride(), *v.stride(), *bias_arguments, heads, tokens),
+        D=head_dim, DP=padded_dim(head_dim), BIAS=bias is not None, num_warps=4, num_stages=2,
+    )  # fmt: skip
