@@ -25,9 +25,10 @@ from qvit.windows import plan_windows
 KERNELS = [(fused, "fused_kernel"), (pack, "pack_kernel"), (attend, "attend_kernel")]
 KERNELS += [(window, "window_kernel"), (paper, "paper_kernel")]
 if tuple(int(x) for x in triton.__version__.split(".")[:2]) >= launch.HOPPER_TRITON:
-    from qvit.kernels import hopper, hopper_long, window_warp
+    from qvit.kernels import hopper, hopper_long, hopper_stream, window_warp
 
     KERNELS += [(hopper, "hopper_kernel"), (hopper_long, "hopper_long_kernel"), (window_warp, "window_warp_kernel")]
+    KERNELS += [(hopper_stream, "hopper_pack_kernel"), (hopper_stream, "hopper_stream_kernel")]
 
 
 class Compiled(CompiledKernel):
@@ -100,8 +101,8 @@ def attention_call(
     changes=None, operands=None, **settings,
 ):  # fmt: skip
     """One call on new tensors, or on those of an earlier one, with the kernel of a kind; returns the tensors."""
-    tokens = tokens or {"hopper": 197, "fused": 49}.get(kind, 577)
-    dim = dim or (32 if kind == "fused" else 64)
+    tokens = tokens or {"hopper": 197, "fused": 49, "warps": 49}.get(kind, 577)
+    dim = dim or (32 if tokens == 49 else 64)
     monkeypatch.setattr(launch, "kind_of_kernel", lambda *operands: kind)
     q, k, v = packed_qkv(batch, tokens, 2, dim, dtype).permute(2, 0, 3, 1, 4).unbind(0)
     constants = torch.zeros(2, 6 * dim + 8, dtype=torch.int32)
@@ -142,6 +143,8 @@ HOPPER_ONLY = pytest.mark.skipif(len(KERNELS) == 5, reason="this Triton has no k
 CALLS = [
     pytest.param(attention_call, "hopper", {}, 1, id="hopper", marks=HOPPER_ONLY),
     pytest.param(attention_call, "hopper_long", {"high": True}, 1, id="hopper_long", marks=HOPPER_ONLY),
+    pytest.param(attention_call, "hopper_stream", {}, 2, id="hopper_stream", marks=HOPPER_ONLY),
+    pytest.param(attention_call, "warps", {}, 1, id="short", marks=HOPPER_ONLY),
     pytest.param(attention_call, "fused", {}, 1, id="fused"),
     pytest.param(attention_call, "fused", {"bias": 2}, 1, id="fused_bias"),
     pytest.param(attention_call, "packed", {}, 2, id="packed"),

@@ -61,9 +61,8 @@ class OnGpu:
         pytest.param(197, 80, None, True, 1, "fused", id="wide_head"),
         pytest.param(197, 64, None, True, 2, "fused", id="channels_apart"),
         pytest.param(320, 64, None, True, 1, "hopper", id="longest_in_one_launch"),
-        pytest.param(321, 64, None, True, 1, "hopper_long", id="long"),
-        pytest.param(1792, 48, None, True, 1, "hopper_long", id="longest_in_shared_memory"),
-        pytest.param(1793, 64, None, True, 1, "hopper_stream", id="longer"),
+        pytest.param(321, 64, None, True, 1, "hopper_stream", id="long_few_heads"),
+        pytest.param(1793, 48, None, True, 1, "hopper_stream", id="longer"),
         pytest.param(4096, 64, None, False, 1, "packed", id="longer_elsewhere"),
         pytest.param(4096, 80, None, True, 1, "packed", id="longer_wide_head"),
         pytest.param(577, 64, None, False, 1, "packed", id="long_elsewhere"),
@@ -75,6 +74,7 @@ class OnGpu:
 )
 def test_the_kernel_fits_the_operands(tokens, head_dim, bias, hopper, row, expected, monkeypatch):
     monkeypatch.setattr(launch, "_is_hopper", lambda index: hopper)
+    monkeypatch.setattr(launch, "_processors", lambda index: 132)
     launch._kind.cache_clear()
     x = OnGpu(tokens, head_dim, row)
     bias = bias and torch.empty(1, 3, tokens, tokens, device="meta")
@@ -94,15 +94,30 @@ def test_programs_share_a_head_only_to_fill_the_gpu(heads, blocks, places, expec
 
 
 @pytest.mark.parametrize(
-    ("heads", "tokens", "warps", "step"),
-    [(6, 577, 4, 10), (48, 577, 8, 5), (384, 577, 8, 1), (6, 1370, 4, 22), (48, 1370, 8, 2), (1536, 1792, 8, 1)],
+    ("heads", "tokens", "standard", "high"),
+    [
+        (6, 577, True, True),  # fewer blocks of queries than multiprocessors
+        (48, 577, False, True),
+        (384, 577, False, False),
+        (48, 1025, True, True),  # one program holds K and V, and no other beside it
+        (384, 1025, False, True),
+        (384, 1664, False, True),
+        (384, 1665, True, True),  # K and V do not fit
+        (1, 4096, True, True),
+    ],
 )
-def test_long_sequences_share_a_head_only_to_fill_the_gpu(heads, tokens, warps, step):
-    assert launch.long_configuration(heads, tokens, 132) == {"num_warps": warps, "step": step}
+def test_long_sequences_stream_where_that_was_faster(heads, tokens, standard, high):
+    assert launch._streams(heads, tokens, False, 132) == standard
+    assert launch._streams(heads, tokens, True, 132) == high
+
+
+def test_streaming_programs_are_small_where_there_are_few_or_registers_are_short():
+    found = [launch.stream_warps(heads, 4096, high, 132) for high in (False, True) for heads in (6, 48)]
+    assert found == [4, 8, 4, 4]
 
 
 @pytest.mark.parametrize(
-    ("programs", "tokens", "step"), [(192, 49, 4), (192, 32, 2), (192, 9, 1), (1536, 49, 2), (12288, 49, 1)]
+    ("programs", "tokens", "step"), [(192, 49, 4), (192, 32, 2), (192, 9, 1), (768, 49, 2), (1536, 49, 1)]
 )
 def test_warps_share_a_window_only_to_fill_the_gpu(programs, tokens, step):
     assert launch.warp_step(programs, tokens, 132) == step

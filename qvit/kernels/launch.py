@@ -15,7 +15,6 @@ from qvit.kernels import attend, dispatch, fused, numerics, pack, paper, window
 GRID_Z = 65535  # largest third dimension of a grid
 TILE = 64  # keys of a tile
 FUSED_TOKENS = 320  # longest sequence whose scores stay in registers
-LONG_TOKENS = 1792  # longest whose int8 K and V stay in a Hopper multiprocessor's shared memory
 HOPPER = (9, 0)
 HOPPER_TRITON = (3, 6)  # the first Triton whose Gluon says what the Hopper kernel needs
 HOPPER_PROGRAMS = 3  # of the Hopper kernel, on a multiprocessor at a time
@@ -81,7 +80,7 @@ def attention(
 
 def _attention(q, k, v, constants, bias, out, **settings) -> dispatch.Launch | None:
     """One launch, or None after two. All that it reads of shapes and strides is in the layout above."""
-    return KERNELS[kind_of_kernel(q, k, v, bias)](q, k, v, constants, bias, out, **settings)
+    return KERNELS[kind_of_kernel(q, k, v, bias, settings["high"])](q, k, v, constants, bias, out, **settings)
 
 
 def _layout(x: torch.Tensor | None) -> tuple | None:
@@ -89,13 +88,17 @@ def _layout(x: torch.Tensor | None) -> tuple | None:
     return None if x is None else (x.shape, x.stride())
 
 
-def kind_of_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> str:
-    """Which kernel serves the operands, a key of ``KERNELS``: one launch, or "packed", two. All give the same bits."""
+def kind_of_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, high: bool = False
+) -> str:
+    """Which kernel serves the operands, a key of ``KERNELS``. All give the same bits."""
     row = 0 if bias is None else bias.stride(-2)
     strides = (q.stride()[2:], k.stride()[2:], v.stride()[2:])
     kind = _kind(q.shape[1:], strides, row, bias is None, q.is_cuda, q.device.index)
     if kind == "warps" and not _fits_warps(*(x.transpose(1, 2) for x in (q, k, v)), None):
         return "fused"
+    if kind == "hopper_long" and _streams(q.shape[0] * q.shape[1], q.shape[2], high, _processors(q.device.index)):
+        return "hopper_stream"
     return kind
 
 
@@ -109,7 +112,7 @@ def _kind(size, strides, bias_row: int, plain: bool, cuda: bool, index: int | No
     if tokens > FUSED_TOKENS or reach >= 2**31:
         if not plain or padded_dim(head_dim) != TILE:
             return "packed"
-        return "hopper_long" if tokens <= LONG_TOKENS else "hopper_stream"
+        return "hopper_long"
     if plain and tokens <= TILE and head_dim in WARP_DIMS:
         return "warps"
     return "hopper" if plain and tokens > TILE and head_dim <= TILE else "fused"
@@ -205,15 +208,15 @@ def hopper_attention(
 
 
 def hopper_long_attention(
-    q, k, v, constants, bias, out, *, high, out_up, half, step=None, num_warps=None
+    q, k, v, constants, bias, out, *, high, out_up, half, step=None, num_warps=8
 ) -> dispatch.Launch | None:
     """One launch on sm_90 for longer sequences; ``step`` programs share a head's blocks. See :func:`attention`."""
     from qvit.kernels import hopper_long
 
     batch, heads, tokens, head_dim = q.shape
-    rule = long_configuration(batch * heads, tokens, _processors(q.device.index))
-    num_warps = num_warps or rule["num_warps"]
-    step = min(step or rule["step"], cdiv(tokens, 16 * num_warps))
+    blocks = cdiv(tokens, 16 * num_warps)
+    places = _programs_per_processor(tokens) * _processors(q.device.index)
+    step = min(blocks, step or programs_per_head(batch * heads, blocks, places))
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     return dispatch.launch(
         hopper_long.hopper_long_kernel, (step, heads, batch), (q, k, v, constants, out),
@@ -228,17 +231,26 @@ def long_options(high: bool) -> dict:
     return {"WIDTH": 32} if high else {"WIDTH": 64, "maxnreg": 128}
 
 
+def _programs_per_processor(tokens: int) -> int:
+    """Programs of the kernel for long sequences that fit on a multiprocessor with their K and V; at most two."""
+    return min(2, HOPPER_SHARED // (cdiv(tokens, 128) * (16 << 10) + (4 << 10)))
+
+
 @functools.cache
-def long_configuration(heads: int, tokens: int, processors: int) -> dict:
-    """Warps of a program (16 queries each) and programs of a head: one query block each where that fills no GPU."""
-    if heads * cdiv(tokens, 64) <= processors * 5 // 4:
-        return {"num_warps": 4, "step": cdiv(tokens, 64)}
-    resident = min(2, HOPPER_SHARED // (cdiv(tokens, 128) * (16 << 10) + (4 << 10)))  # K, V and what is beside them
-    return {"num_warps": 8, "step": programs_per_head(heads, cdiv(tokens, 128), resident * processors)}
+def _streams(heads: int, tokens: int, high: bool, processors: int) -> bool:
+    """Whether K and V stream through shared memory: where they do not fit, and where that was found to be faster.
+
+    A program that keeps them has to prepare them: that is worth it where many blocks of queries follow, and another
+    program is there to work meanwhile.
+    """
+    fit = _programs_per_processor(tokens)
+    if fit == 2:
+        return heads <= processors if high else heads * cdiv(tokens, 64) <= processors * 5 // 4
+    return fit == 0 or high or heads <= processors
 
 
 def hopper_stream_attention(q, k, v, constants, bias, out, *, high, out_up, half, num_warps=None) -> None:
-    """Two launches on sm_90 for the longest sequences: pack K and V, then attend. See :func:`attention`."""
+    """Two launches on sm_90 for long sequences: pack K and V, then attend. See :func:`attention`."""
     from qvit.kernels import hopper_stream
 
     batch, heads, tokens, _ = q.shape
@@ -249,8 +261,13 @@ def hopper_stream_attention(q, k, v, constants, bias, out, *, high, out_up, half
     dispatch.call(_stream_pack, (k, v, constants, packed, sums), (k.shape, k.stride(), v.stride()), half=half)
     dispatch.call(
         _stream_attend, (q, packed, sums, constants, out), (q.shape, q.stride()), high=high, out_up=out_up, half=half,
-        num_warps=num_warps or (4 if high else 8),
+        num_warps=num_warps or stream_warps(batch * heads, tokens, high, _processors(q.device.index)),
     )  # fmt: skip
+
+
+def stream_warps(heads: int, tokens: int, high: bool, processors: int) -> int:
+    """Warps of a program, 16 queries each: in high precision registers hold three times four of them, not twice eight."""
+    return 4 if high or heads * cdiv(tokens, 128) < 4 * processors else 8
 
 
 def _stream_pack(k, v, constants, packed, sums, *, half) -> dispatch.Launch | None:
@@ -458,7 +475,7 @@ def _launch_warps(pointers, strides, size, shape, *, step=None, **constexprs) ->
 def warp_step(programs: int, tokens: int, processors: int) -> int:
     """Programs that share a window's queries: more where a multiprocessor has few warps, which take one's time."""
     warps = programs / processors
-    return min(cdiv(tokens, 16), 4 if warps <= 4 else 2 if warps <= 12 else 1)
+    return min(cdiv(tokens, 16), 4 if warps <= 2 else 2 if warps <= 8 else 1)
 
 
 def attention_paper(
