@@ -264,7 +264,7 @@ class FoldedBlock:
     @classmethod
     def _is_untouched(cls, attn: nn.Module) -> bool:
         """True for a swapped attention as it was swapped, with no one listening."""
-        if type(attn) is not cls.attention or "forward" in vars(attn) or type(attn.qkv) is not nn.Linear:
+        if type(attn) is not cls.attention or "forward" in attn.__dict__ or type(attn.qkv) is not nn.Linear:
             return False
         hooks = torch.nn.modules.module
         if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
