@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+# The lowest versions: make test VENV=.venv-floors PIP_ARGS="--constraint tests/floors.txt"
+PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?= --data demo --max-drop 0.5
 
@@ -34,5 +36,5 @@ clean:
 # The stamps make a second run start at once; a changed setup.cfg installs again.
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --editable ".[$*]"
+	$(PIP) install $(PIP_ARGS) --editable ".[$*]"
 	touch $@

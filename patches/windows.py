@@ -264,7 +264,8 @@ class FoldedBlock:
     @classmethod
     def _is_untouched(cls, attn: nn.Module) -> bool:
         """True for a swapped attention as it was swapped, with no one listening."""
-        if type(attn) is not cls.attention or "forward" in vars(attn) or type(attn.qkv) is not nn.Linear:
+        # Not vars(attn), which torch 2.8 does not compile.
+        if type(attn) is not cls.attention or "forward" in attn.__dict__ or type(attn.qkv) is not nn.Linear:
             return False
         hooks = torch.nn.modules.module
         if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:

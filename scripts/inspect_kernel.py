@@ -24,9 +24,15 @@ from tqdm import tqdm
 from qvit.kernels import inspection
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
-KERNELS = ("hopper", "hopper_long", "fused", "attend", "pack")
-# ViT, a window of Swin, CLIP with patches of 14; DeiT at 384
-TOKENS = {"hopper": (197, 257), "hopper_long": (577,), "fused": (197, 49, 257), "attend": (577,)}
+KERNELS = ("hopper", "hopper_long", "hopper_stream", "fused", "attend", "pack")
+# ViT, a window of Swin, CLIP with patches of 14; DeiT at 384; SAM
+TOKENS = {
+    "hopper": (197, 257),
+    "hopper_long": (577,),
+    "hopper_stream": (577, 4096),
+    "fused": (197, 49, 257),
+    "attend": (577,),
+}
 POINTERS = {"int8": "*i8", "float16": "*fp16"}
 
 
@@ -35,7 +41,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", choices=CAPABILITIES, default=CAPABILITIES)
     parser.add_argument("--kernel", nargs="+", choices=KERNELS, default=KERNELS)
-    parser.add_argument("--tokens", type=int, nargs="+", help="default: 197, 49 and 257, or 577 (hopper_long, attend)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", help="default: 197, 49, 257, 577 and 4096, where each kernel runs"
+    )
     parser.add_argument("--head-dim", type=int, help="default: 32 for up to 64 tokens, else 64")
     parser.add_argument("--precision", nargs="+", choices=("standard", "high"), default=("standard", "high"))
     parser.add_argument(

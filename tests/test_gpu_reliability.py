@@ -94,7 +94,7 @@ def test_capture_in_a_fresh_process_gives_the_bits_of_this_one(tmp_path):
     model = qvit.quantize(build(), [images()])
     path, out = str(tmp_path / "q.safetensors"), str(tmp_path / "logits.pt")
     qvit.save(model, path)
-    subprocess.run([sys.executable, "-P", "-c", FRESH, os.path.dirname(__file__), path, out], check=True)
+    subprocess.run([sys.executable, "-c", FRESH, os.path.dirname(__file__), path, out], check=True, cwd=tmp_path)
     assert torch.equal(torch.load(out), model(images(seed=3)).cpu())
 
 

@@ -99,6 +99,12 @@ def test_third_party_imports_are_declared():
                 assert match[1] in allowed, f"{path.relative_to(ROOT)} imports {match[1]}, which setup.cfg lacks"
 
 
+def test_the_floors_that_ci_installs_are_those_of_setup_cfg():
+    required = setup_cfg()["options"]["install_requires"].split()
+    pinned = [x for x in (ROOT / "tests" / "floors.txt").read_text(encoding="utf-8").splitlines() if x[0] != "#"]
+    assert pinned == [x.replace(">=", "==") for x in required if ">=" in x]
+
+
 def test_readme_code_compiles():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)

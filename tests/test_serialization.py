@@ -337,6 +337,6 @@ def test_a_new_process_gives_the_same_logits_to_the_bit(tmp_path):
         qvit.save(model, tmp_path / f"{name}.safetensors")
         with torch.inference_mode():
             expected[name] = model(IMAGES)
-    subprocess.run([sys.executable, "-P", "-c", NEW_PROCESS, repr(models)], check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, "-c", NEW_PROCESS, repr(models)], check=True, cwd=tmp_path)
     for name, logits in expected.items():
         assert torch.equal(torch.load(tmp_path / f"{name}.pt"), logits)

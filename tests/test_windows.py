@@ -38,7 +38,7 @@ def block_of(height, width, window, shift, **kwargs):
         32, (height, width), num_heads=2, window_size=window, shift_size=0, always_partition=True, **kwargs
     )
     block.shift_size = shift
-    block._init_buffers()
+    block.register_buffer("attn_mask", block.get_attn_mask(), persistent=False)  # as the block's own, of that shift
     return block.eval()
 
 

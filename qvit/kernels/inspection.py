@@ -65,6 +65,7 @@ class Compiled:
     spill_bytes: int
     shared_bytes: int
     scores: float = 0  # of a thread in one turn of the main loop; 0 for a kernel that makes none
+    passes: bool = False  # the loops over keys follow each other, not inside of one over queries
 
     @property
     def instructions(self) -> list[str]:
@@ -84,10 +85,13 @@ class Compiled:
 
     @property
     def turns(self) -> list[str]:
-        """Instructions of the loops over keys: those with products inside the main loop, or the main loop."""
+        """Instructions of the loops over keys: those with products inside the main loop, or the main loop.
+
+        With ``passes``, those with products wherever they are.
+        """
         instructions, loops = read_sass(self.sass)
-        within = lambda x: loops[0].start <= x.start and x.stop <= loops[0].stop  # noqa: E731
-        inner = [instructions[x.start : x.stop] for x in loops[1:] if within(x)]
+        within = lambda x: self.passes or loops[0].start <= x.start and x.stop <= loops[0].stop  # noqa: E731
+        inner = [instructions[x.start : x.stop] for x in loops[not self.passes :] if within(x)]
         return [x for loop in inner if any(map(_PRODUCT.match, loop)) for x in loop] or self.main_loop
 
     @property
@@ -173,14 +177,16 @@ def compile_attention(
 
     Args:
         capability: As for :func:`compile_kernel`.
-        kind: "fused", "hopper" or "hopper_long" (one launch; the latter have no bias and are for 90 alone), or "attend"
-            (the second of two, on packed operands).
+        kind: "fused", "hopper" or "hopper_long" (one launch), "attend" or "hopper_stream" (the second of two, on packed
+            operands). The Hopper kernels have no bias and are for 90 alone.
         tokens, head_dim: Sequence length and head dimension.
         high, bias: Precision, and whether there is a bias.
         operand, out: Pointer types of q, k, v (in one launch) and of the result.
         block_m, num_warps, num_stages: Launch configuration; by default that of ``launch.py``.
     """
     one_launch = kind != "attend"
+    if num_warps is None and kind == "hopper_stream":
+        num_warps = 4 if high else 8
     num_warps = num_warps or (2 if kind == "fused" and tokens <= launch.TILE else 8 if kind == "hopper_long" else 4)
     num_stages = num_stages or (1 if one_launch else 3)
     tiles, tail = launch.tiles(tokens)
@@ -208,12 +214,21 @@ def compile_attention(
         constexprs = {n: constexprs[n] for n in ("D", "HIGH", "N", "STEP", "OUT_UP", "HALF")}
         constexprs["WIDTH"] = limits.pop("WIDTH")
         block_m = 16 * num_warps
+    if kind == "hopper_stream":
+        from qvit.kernels import hopper_stream
+
+        kernel = hopper_stream.hopper_stream_kernel
+        limits = launch.long_options(high)
+        constexprs = {n: constexprs[n] for n in ("D", "HIGH", "N", "OUT_UP", "HALF")}
+        constexprs["WIDTH"] = limits.pop("WIDTH")
+        block_m = 16 * num_warps
     compiled = compile_kernel(
         kernel, capability, constexprs, types, num_warps=num_warps, num_stages=num_stages, **limits
     )
     # With those that fill up the last tile where tiles are unrolled; else of one turn.
-    keys = {"attend": launch.TILE, "hopper_long": 2 * launch.TILE}.get(kind, tiles * launch.TILE + tail)
-    return dataclasses.replace(compiled, scores=block_m * keys / (32 * num_warps))
+    turn = {"attend": launch.TILE, "hopper_long": 2 * launch.TILE, "hopper_stream": 2 * launch.TILE}
+    scores = block_m * turn.get(kind, tiles * launch.TILE + tail) / (32 * num_warps)
+    return dataclasses.replace(compiled, scores=scores, passes=kind == "hopper_stream")
 
 
 def compile_window(
@@ -241,6 +256,14 @@ def compile_window(
     types = dict.fromkeys(("rows_ptr", "pattern_ptr", "bias_ptr", "constants_ptr"), "*i32")
     types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "pad_ptr", "out_ptr"), operand)
     return compile_kernel(window_warp.window_warp_kernel, 90, constexprs, types, num_warps=1)
+
+
+def compile_stream_pack(*, head_dim: int = 64, operand: str = "*i8") -> Compiled:
+    """What packs K and V for "hopper_stream", for sm_90."""
+    from qvit.kernels import hopper_stream  # needs a newer Triton than the rest
+
+    types = {"k_ptr": operand, "v_ptr": operand, "sum_ptr": "*i32", "constants_ptr": "*i32"}
+    return compile_kernel(hopper_stream.hopper_pack_kernel, 90, {"D": head_dim, "HALF": True}, types, num_warps=4)
 
 
 def compile_pack(capability: int, *, head_dim: int = 64, operand: str = "*i8") -> Compiled:
