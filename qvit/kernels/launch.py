@@ -266,7 +266,7 @@ def hopper_stream_attention(q, k, v, constants, bias, out, *, high, out_up, half
 
 
 def stream_warps(heads: int, tokens: int, high: bool, processors: int) -> int:
-    """Warps of a program, 16 queries each: in high precision registers hold three times four of them, not twice eight."""
+    """Warps of a program, 16 queries each: in high precision registers hold three times four, not twice eight."""
     return 4 if high or heads * cdiv(tokens, 128) < 4 * processors else 8
 
 
