@@ -90,7 +90,7 @@ def test_third_party_imports_are_declared():
     options = setup_cfg()
     text = options["options"]["install_requires"] + "".join(v for _, v in options.items("options.extras_require"))
     declared = {re.split(r"[><=\s]", line)[0] for line in text.split("\n") if line.strip()}
-    names = {"pillow": "PIL", "pyyaml": "yaml", "scikit-learn": "sklearn"}
+    names = {"nvidia-ml-py": "pynvml", "pillow": "PIL", "pyyaml": "yaml", "scikit-learn": "sklearn"}
     allowed = {names.get(d, d) for d in declared} | set(sys.stdlib_module_names) | {"qvit", "torch", "triton"}
     allowed |= {"torchvision"}  # a dependency of timm
     for folder in ("qvit", "patches", "scripts"):

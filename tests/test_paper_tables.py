@@ -250,8 +250,11 @@ some output of the program
 
 
 def test_a_profile_is_weighted_by_time(monkeypatch):
-    imma, hmma = counters.TENSOR_METRICS.values()
+    (imma, _), (hmma, dense) = counters.TENSOR_METRICS.values()
     assert counters.read_profile(PROFILE.format(imma=imma, hmma=hmma)) == {"IMMA %": 15, "HMMA %": 3}
+    assert counters.read_profile(PROFILE.format(imma=imma, hmma=dense)) == {"IMMA %": 15, "HMMA %": 3}
+    with pytest.raises(BackendError, match="among .*another__metric"):
+        counters.read_profile(PROFILE.format(imma=imma, hmma="another__metric"))
     with pytest.raises(BackendError, match="no permission"):
         counters.read_profile("==ERROR== no permission to read\n")
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)

@@ -14,10 +14,15 @@ import torch
 
 from qvit.errors import BackendError
 
-# Operations of a kind, in % of what the tensor cores can do, whatever instruction asks for them: mma.sync or wgmma.
+# Operations of a kind, in % of what the tensor cores can do, whatever instruction asks for them: mma.sync or wgmma. Of
+# several names the first counts that a GPU has: some have a peak only for operands that are not sparse.
+_PEAK = ".avg.pct_of_peak_sustained_elapsed"
 TENSOR_METRICS = {
-    "IMMA %": "sm__ops_path_tensor_src_int8.avg.pct_of_peak_sustained_elapsed",
-    "HMMA %": "sm__ops_path_tensor_src_fp16_dst_fp32.avg.pct_of_peak_sustained_elapsed",
+    "IMMA %": (f"sm__ops_path_tensor_src_int8{_PEAK}", f"sm__ops_path_tensor_src_int8_sparsity_off{_PEAK}"),
+    "HMMA %": (
+        f"sm__ops_path_tensor_src_fp16_dst_fp32{_PEAK}",
+        f"sm__ops_path_tensor_src_fp16_dst_fp32_sparsity_off{_PEAK}",
+    ),
 }
 _DURATION = "gpu__time_duration.sum"
 
@@ -116,7 +121,7 @@ def profile(command: Sequence[str], timeout: float = 300) -> dict[str, float]:
     ncu = shutil.which("ncu")
     if ncu is None:
         raise BackendError("no ncu")
-    metrics = ",".join([*TENSOR_METRICS.values(), _DURATION])
+    metrics = ",".join([*(name for names in TENSOR_METRICS.values() for name in names), _DURATION])
     options = ["--csv", "--page", "raw", "--clock-control", "none", "--profile-from-start", "off", "--metrics", metrics]
     try:
         run = subprocess.run([ncu, *options, *command], capture_output=True, text=True, timeout=timeout)
@@ -136,13 +141,24 @@ def read_profile(text: str) -> dict[str, float]:
     kernels = [row for row in csv.DictReader(io.StringIO("\n".join(lines))) if row["ID"]]  # the first row has units
     try:
         times = [_number(row[_DURATION]) for row in kernels]
-        shares = {
-            name: sum(time * _number(row[metric]) for time, row in zip(times, kernels)) / sum(times)
-            for name, metric in TENSOR_METRICS.items()
+        return {
+            name: sum(time * _known(row, metrics) for time, row in zip(times, kernels)) / sum(times)
+            for name, metrics in TENSOR_METRICS.items()
         }
     except (KeyError, ValueError, ZeroDivisionError) as error:
         raise BackendError(f"ncu: {errors[0].removeprefix('==ERROR==').strip() if errors else error!r}") from error
-    return shares
+
+
+def _known(row: dict[str, str], metrics: Sequence[str]) -> float:
+    """The first of several metrics that a row has as a number.
+
+    Raises:
+        KeyError: It has none; the message has those that there are.
+    """
+    for metric in metrics:
+        if row.get(metric, "n/a") != "n/a":
+            return _number(row[metric])
+    raise KeyError(f"none of {metrics} among {[name for name in row if '__' in name]}")
 
 
 def _number(text: str) -> float:
