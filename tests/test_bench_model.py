@@ -334,3 +334,10 @@ def test_files_that_cannot_be_used(script, tmp_path, capsys) -> None:
 def test_a_quick_run_on_a_gpu(script, tmp_path) -> None:
     assert run(script, tmp_path, "--quick", "--modes", "eager", "--batches", "2") == 0
     assert all(row.ms > 0 and row.peak_mib > 0 for row in rows_in(script, tmp_path))
+
+
+def test_the_readme_shows_rows_of_the_recorded_results(script) -> None:
+    root = Path(__file__).resolve().parents[1]
+    rows = script.read_csv(root / "docs" / "results" / "bench_model.csv")
+    shown = [line for line in (root / "README.md").read_text(encoding="utf-8").splitlines() if line.count("|") == 10]
+    assert len(shown) > 5 and set(shown) <= set(script.format_markdown(rows).splitlines())
