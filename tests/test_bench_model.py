@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
