@@ -85,6 +85,15 @@ def test_the_kernel_fits_the_operands(tokens, head_dim, bias, hopper, row, expec
     launch._kind.cache_clear()
 
 
+@pytest.mark.parametrize(("length", "expected"), [(2**20, True), (2**21, False)])
+def test_an_image_whose_result_needs_wide_offsets_is_not_for_warps(length, expected, monkeypatch):
+    """Rows side by side in each head: the strides are small, the result's are not."""
+    monkeypatch.setattr(launch, "_is_hopper", lambda index: True)
+    x = OnGpu(0, 0)
+    x.shape, x._strides = torch.Size((1, length, 32, 32)), (length * 32 * 32, 32, length * 32, 1)
+    assert launch._fits_warps(x, x, x, None) == expected
+
+
 @pytest.mark.parametrize(
     ("heads", "blocks", "places", "expected"),
     [(6, 4, 396, 4), (198, 4, 396, 2), (132, 4, 396, 2), (384, 4, 396, 1), (1000, 4, 396, 1), (130, 5, 396, 3)],

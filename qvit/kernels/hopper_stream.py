@@ -2,8 +2,8 @@
 
 Two launches. The first quantizes K and V once and writes them as the second wants them in shared memory, tile by tile.
 In the second a program takes blocks of queries, as in hopper_long.py: one pass over K finds each row's exact maximum, a
-second over K and V makes the weights and sums them. Tiles are copied ahead of their use, and one barrier a tile keeps
-them apart.
+second over K and V makes the weights and sums them. Tiles are copied ahead of their use; a barrier for each keeps apart
+who reads and who copies, to which the compiler adds two of its own.
 """
 
 from triton.experimental import gluon
@@ -176,6 +176,7 @@ def _attend(
             t = s
         p, p_low = long._weights(long._mask_tail(t, masked, TAIL[i][0], N), base, units, HIGH)
         sums = long._add(sums, p, p_low, vts.index(N // TILE % STAGES).slice(TAIL[i][0], TAIL[i][1], 1), ones, HIGH)
+    async_copy.wait_group(0)  # no program ends with a copy on its way
     acc, rows, low, low_rows = sums
     return warpgroup_mma_wait(0, deps=(acc, rows, low, low_rows))
 

@@ -449,13 +449,14 @@ def _window_attention(
 
 
 def _fits_warps(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pad: torch.Tensor | None) -> bool:
-    """Whether a warp can take a window: on Hopper, rows in pieces of 16 bytes, 32-bit offsets inside an image."""
+    """Whether a warp can take a window: on Hopper, rows in pieces of 16 bytes, offsets in an image of 32 bits."""
     if not q.is_cuda or not _is_hopper(q.device.index) or q.shape[-1] not in WARP_DIMS:
         return False
     size = q.element_size()
     aligned = all(x.data_ptr() % 16 == 0 for x in (q, k, v, pad) if x is not None)
     aligned = aligned and all(s * size % 16 == 0 for x in (q, k, v) for s in x.stride()[:-1])
-    return aligned and all(q.shape[1] * x.stride(1) < 2**31 for x in (q, k, v))
+    _, length, heads, head_dim = q.shape
+    return aligned and length * max(heads * head_dim, *(x.stride(1) for x in (q, k, v))) < 2**31
 
 
 def _launch_warps(pointers, strides, size, shape, *, step=None, **constexprs) -> dispatch.Launch:
