@@ -297,8 +297,13 @@ def attention_mask(
 
 def split_heads(qkv: torch.Tensor, heads: int) -> torch.Tensor:
     """A packed projection (B, N, 3 * H * D) as a view (3, B, H, N, D)."""
+    return packed_heads(qkv, heads).permute(2, 0, 3, 1, 4)
+
+
+def packed_heads(qkv: torch.Tensor, heads: int) -> torch.Tensor:
+    """A packed projection (B, N, 3 * H * D) as a view (B, N, 3, H, D)."""
     B, N, C = qkv.shape
-    return qkv.reshape(B, N, 3, heads, C // (3 * heads)).permute(2, 0, 3, 1, 4)  # no -1, for B may be 0
+    return qkv.reshape(B, N, 3, heads, C // (3 * heads))  # no -1, for B may be 0
 
 
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

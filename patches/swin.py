@@ -16,6 +16,7 @@ from timm.layers import register_notrace_module
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import nn
 
+from qvit.patches.base import packed_heads
 from qvit.patches.windows import FoldedBlock, QuantizedWindows
 
 
@@ -31,6 +32,11 @@ class QuantizedWindowAttention(QuantizedWindows, WindowAttention):
     def position_bias(module: nn.Module) -> torch.Tensor:
         """Entries of the table, (H, N, N)."""
         return module._get_rel_pos_bias()[0]
+
+    @staticmethod
+    def project_image(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of x (B, N, C), each (B, N, H, D), with no step that the host can be spared."""
+        return packed_heads(module.qkv(x), module.num_heads).unbind(2)
 
 
 class FoldedSwinTransformerBlock(FoldedBlock, SwinTransformerBlock):

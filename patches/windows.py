@@ -95,6 +95,12 @@ class QuantizedWindows(QuantizedModule):
         """What the block gives: "image", as it lies, or "windows"."""
         return "image" if "qvit_image_bias" in self._buffers else "windows"
 
+    @classmethod
+    def project_image(cls, module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `project` gives as the window operator takes it, (B, N, H, D) each."""
+        q, k, v = cls.project(module, x)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
     def attend_image(self, x: torch.Tensor, rows: torch.Tensor, pattern: torch.Tensor, has_pads: bool) -> torch.Tensor:
         """Attention in an image's windows, x (B, height, width, C), without the projection.
 
@@ -104,7 +110,7 @@ class QuantizedWindows(QuantizedModule):
             has_pads: A window reaches beyond the image.
         """
         self.require_inference(x)
-        q, k, v = (y.transpose(1, 2) for y in self.project(self, x.flatten(1, 2)))
+        q, k, v = self.project_image(self, x.flatten(1, 2))
         pad = None
         if has_pads:  # where there is no image, the host projects zeros
             pad = torch.cat(self.project(self, x.new_zeros(1, 1, x.shape[-1]))).squeeze(2)
@@ -113,7 +119,7 @@ class QuantizedWindows(QuantizedModule):
             q, k, v, pad, self.qvit_constants, self.qvit_image_bias, rows, pattern, settings.precision, q.dtype,
             settings.backend, settings.half_exact,
         )  # fmt: skip
-        return out.flatten(2).unflatten(1, x.shape[1:3])
+        return out.reshape(*x.shape[:3], out.shape[2] * out.shape[3])  # no -1, for B may be 0
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attention inside windows.
@@ -149,9 +155,13 @@ class QuantizedWindows(QuantizedModule):
         bias = self.window_bias(self)
         self._hold("qvit_bias", ops.exponent_bias(bias[None], self.qvit_constants))
         masks = self._buffers.get("qvit_masks")
-        if masks is not None and masks.shape[-1] == bias.shape[-1]:  # else the block that changed the window makes them
+        if masks is None:
+            return
+        if masks.shape[-1] == bias.shape[-1]:
             bias = ops.pattern_bias(masks, bias, self.num_heads, SHIFT_MASK)
             self._hold("qvit_image_bias", ops.window_bias(bias, self.qvit_constants))
+        elif self.layout == "image":  # another window than the block's, until that one changes as well
+            del self.qvit_image_bias
 
     def _hold(self, name: str, bias: torch.Tensor) -> None:
         """Keeps a bias, in place where that can be: a captured CUDA graph reads its address."""
@@ -226,12 +236,8 @@ class FoldedBlock:
 
     def reads_image(self, x: torch.Tensor) -> bool:
         """True where the attention can take x (B, height, width, C) as it lies."""
-        attn = self.attn
         # Another size has other windows; whoever hooks, replaces or restores a part of the attention expects windows.
-        if isinstance(x, fx.Proxy) or tuple(x.shape[1:3]) != self.qvit_image[0] or not self._is_untouched(attn):
-            return False
-        # After set_window_size of the attention alone, the host's own error.
-        return self.qvit_rows.shape[1] == attn.qvit_bias.shape[-1]
+        return not isinstance(x, fx.Proxy) and tuple(x.shape[1:3]) == self.qvit_image[0] and self._is_untouched()
 
     def attend_image(self, x: torch.Tensor) -> torch.Tensor:
         """What the host's method gives for x (B, height, width, C)."""
@@ -261,16 +267,24 @@ class FoldedBlock:
         mask = plan.masks[plan.pattern] * SHIFT_MASK
         return plan if np.array_equal(block.attn_mask.detach().float().cpu().numpy(), mask) else None
 
-    @classmethod
-    def _is_untouched(cls, attn: nn.Module) -> bool:
-        """True for a swapped attention as it was swapped, with no one listening."""
+    def _is_untouched(self) -> bool:
+        """True where the swapped attention is as it was swapped, with no one listening.
+
+        Each look is a guard of compiled code as well, so there are no more than it takes.
+        """
+        attn, listeners = self.attn, torch.nn.modules.module
         # Not vars(attn), which torch 2.8 does not compile.
-        if type(attn) is not cls.attention or "forward" in attn.__dict__ or type(attn.qkv) is not nn.Linear:
+        if type(attn) is not self.attention or "forward" in attn.__dict__:
             return False
-        hooks = torch.nn.modules.module
-        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+        if listeners._global_forward_hooks or listeners._global_forward_pre_hooks:
             return False
-        return not any(m._forward_hooks or m._forward_pre_hooks for m in (attn, attn.qkv, attn.proj, attn.proj_drop))
+        if "qvit_image_bias" not in attn._buffers:  # after set_window_size of the attention alone: the host's own error
+            return False
+        qkv = attn.qkv
+        for part in (attn, qkv, attn.proj, attn.proj_drop):  # a loop, for any() of a generator takes longer
+            if part._forward_hooks or part._forward_pre_hooks:
+                return False
+        return type(qkv) is nn.Linear
 
     @classmethod
     @torch.inference_mode(False)

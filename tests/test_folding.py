@@ -404,6 +404,35 @@ def test_who_touches_the_attention_gets_moved_windows(family):
 
 
 @torch.no_grad()
+@every_family
+def test_who_touches_a_compiled_attention_gets_moved_windows(family):
+    """Hooks that come after the compiler, and go again, and a window that changes without the block."""
+    torch._dynamo.reset()
+    model = create(family=family)
+    x = images(model)
+    qvit.quantize(model, [x])
+    compiled = torch.compile(model, backend="eager")
+    expected = compiled(x)
+    attn = blocks(model)[1].attn
+    shapes = []
+    for part in (attn, attn.proj, attn.proj_drop, *[attn.qkv] * (family != "swin_v2")):
+        shapes.clear()
+        hook = part.register_forward_hook(lambda module, args, out: shapes.append(args[0].ndim))
+        assert same(compiled(x), expected) and shapes == [3], part
+        hook.remove()
+        assert torch.equal(compiled(x), expected) and shapes == [3], part
+    if family == "swin" and not CUDA:  # the host itself resizes tables on the CPU only
+        attn.set_window_size((6, 6))
+        assert attn.layout == "windows"
+        for run in (model, compiled):
+            with pytest.raises(RuntimeError):
+                run(x)
+        attn.set_window_size((7, 7))
+        assert attn.layout == "image"
+        compiled(x)
+
+
+@torch.no_grad()
 def test_an_attention_of_two_blocks_reads_the_image_for_one():
     model = create()
     plain, shifted = model.layers[0].blocks
