@@ -403,6 +403,8 @@ def test_who_touches_the_attention_gets_moved_windows(family):
     assert torch.equal(qvit.restore(model)(x), floats(x))
 
 
+# Older versions of torch look for hooks that come later only when asked, in float models too.
+@torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
 @torch.no_grad()
 @every_family
 def test_who_touches_a_compiled_attention_gets_moved_windows(family):
