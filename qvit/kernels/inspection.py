@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib
 import pathlib
 import re
 import subprocess
@@ -185,9 +186,8 @@ def compile_attention(
         block_m, num_warps, num_stages: Launch configuration; by default that of ``launch.py``.
     """
     one_launch = kind != "attend"
-    if num_warps is None and kind == "hopper_stream":
-        num_warps = 4 if high else 8
-    num_warps = num_warps or (2 if kind == "fused" and tokens <= launch.TILE else 8 if kind == "hopper_long" else 4)
+    usual = {"fused": 2 if tokens <= launch.TILE else 4, "hopper_long": 8, "hopper_stream": 4 if high else 8}
+    num_warps = num_warps or usual.get(kind, 4)
     num_stages = num_stages or (1 if one_launch else 3)
     tiles, tail = launch.tiles(tokens)
     constexprs = {"D": head_dim, "DP": launch.padded_dim(head_dim), "TAIL": tail, "BIAS": bias, "HIGH": high}
@@ -200,28 +200,14 @@ def compile_attention(
         types |= {"q_ptr": operand, "k_ptr": operand, "v_ptr": operand}
     if kind == "fused":
         constexprs |= {"TILE": launch.TILE, "TILES": tiles}
-    if kind == "hopper":
-        from qvit.kernels import hopper  # needs a newer Triton than the rest
-
-        kernel = hopper.hopper_kernel
-        constexprs = {n: constexprs[n] for n in ("D", "DP", "HIGH", "N", "STEP", "OUT_UP", "HALF")}
     limits = {}
-    if kind == "hopper_long":
-        from qvit.kernels import hopper_long
-
-        kernel = hopper_long.hopper_long_kernel
-        limits = launch.long_options(high)
-        constexprs = {n: constexprs[n] for n in ("D", "HIGH", "N", "STEP", "OUT_UP", "HALF")}
-        constexprs["WIDTH"] = limits.pop("WIDTH")
-        block_m = 16 * num_warps
-    if kind == "hopper_stream":
-        from qvit.kernels import hopper_stream
-
-        kernel = hopper_stream.hopper_stream_kernel
-        limits = launch.long_options(high)
-        constexprs = {n: constexprs[n] for n in ("D", "HIGH", "N", "OUT_UP", "HALF")}
-        constexprs["WIDTH"] = limits.pop("WIDTH")
-        block_m = 16 * num_warps
+    if kind.startswith("hopper"):
+        module = importlib.import_module(f"qvit.kernels.{kind}")  # needs a newer Triton than the rest
+        kernel = getattr(module, f"{kind}_kernel")
+        if kind != "hopper":
+            limits, block_m = launch.long_options(high), 16 * num_warps
+            constexprs["WIDTH"] = limits.pop("WIDTH")
+        constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
     compiled = compile_kernel(
         kernel, capability, constexprs, types, num_warps=num_warps, num_stages=num_stages, **limits
     )

@@ -58,7 +58,7 @@ def attention(
     out_up: int,
     half: bool,
 ) -> None:
-    """Integer attention into ``out`` (B, N, H, D), by one launch for short sequences, else by two.
+    """Integer attention into ``out`` (B, N, H, D), by one launch or by two.
 
     Args:
         q, k, v: (B, H, N, D), one type, any strides.
