@@ -2,13 +2,15 @@
 
 python scripts/bench_model.py --models swin_tiny deit_small --batches 64 256
 python scripts/bench_model.py --resume                                  # what the CSV file does not have yet
+python scripts/bench_model.py --resume --modes lean --models swin_tiny  # compiled for less memory
 python scripts/bench_model.py --markdown docs/results/bench_model.csv
 
 Weights are random, with those of qkv scaled up so that attention is not flat; speed does not depend on them. Both sides
 take turns in one process. "eager" is timed as Python calls it and as a CUDA graph; "compiled" is torch.compile in its
-default mode with static shapes, timed likewise ("compiled graph"). TF32 is off. Swin is measured with timm's fused
-attention as well, which timm leaves off. Nothing is timed before the attention of every patched model has been compared
-with the float one's; rows are written as they come.
+default mode with static shapes, timed likewise ("compiled graph"). "lean", measured when it is asked for, is the same
+without inductor's reuse of buffers, which keeps more of them alive than the allocator does; the table leaves it out.
+TF32 is off. Swin is measured with timm's fused attention as well, which timm leaves off. Nothing is timed before the
+attention of every patched model has been compared with the float one's; rows are written as they come.
 
 Exit status: 0, 1 when a patched model disagrees (nothing is timed then) or fails, 2 when the benchmark could not run.
 """
@@ -52,8 +54,9 @@ MODELS = {
 FIRST = (("swin_tiny", 64), ("swin_tiny", 256), ("swin_small", 64), ("swin_small", 256), ("deit_small", 256))
 BATCHES = (1, 8, 64, 256)
 # What --modes names, and the modes that come of it: as Python calls it, and in a CUDA graph.
-MODES = {"eager": ("eager", "graph"), "compiled": ("compiled", "compiled graph")}
+MODES = {"eager": ("eager", "graph"), "compiled": ("compiled", "compiled graph"), "lean": ("lean", "lean graph")}
 ALL_MODES = tuple(mode for modes in MODES.values() for mode in modes)
+COMPILERS = {"compiled": {}, "lean": {"options": {"allow_buffer_reuse": False}}}  # arguments of torch.compile
 QUICK = {"models": ["deit_tiny", "swin_tiny"], "batches": [8], "rounds": 1, "seconds": 0.05}
 QKV_GAIN = 4  # with timm's initial weights the scores would hardly differ
 CALIBRATION_BATCHES, CALIBRATION_IMAGES, CHECKED_IMAGES = 3, 8, 4
@@ -220,7 +223,7 @@ class Row:
     """A line of the CSV file: one model at one batch size in one mode. An empty cell was not measured.
 
     Attributes:
-        mode: "eager", "graph", "compiled" or "compiled graph".
+        mode: "eager", "graph", "compiled", "compiled graph", "lean" or "lean graph".
         method, precision: Of :class:`Subject`.
         ms, ms_p20, ms_p80: Milliseconds for a batch: median and two quantiles.
         images_per_s: By the median.
@@ -273,7 +276,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Task:
-    """What is timed together: a model at one batch size, uncompiled or compiled.
+    """What is timed together: a model at one batch size, uncompiled or compiled in one way.
 
     Attributes:
         kind: A key of `MODES`.
@@ -351,9 +354,9 @@ def plan_tasks(models: list[str], batches: list[int], kinds: list[str]) -> list[
     ]
 
 
-def compile_model(model: nn.Module) -> nn.Module:
-    """torch.compile in its default mode, for the batch size that it is called with."""
-    return torch.compile(model, dynamic=False)
+def compile_model(model: nn.Module, kind: str) -> nn.Module:
+    """torch.compile in its default mode, for the batch size that it is called with; ``kind`` is of `COMPILERS`."""
+    return torch.compile(model, dynamic=False, **COMPILERS[kind])
 
 
 @torch.inference_mode()
@@ -374,7 +377,7 @@ def enter(task: Task, subject: Subject, images: torch.Tensor, timer: TurnTimer) 
     outcome = Outcome(note=subject.note)
     if subject.model is None:
         return outcome
-    run = compile_model(subject.model) if task.kind == "compiled" else subject.model
+    run = compile_model(subject.model, task.kind) if task.kind in COMPILERS else subject.model
     call = partial(run, images.to(subject.dtype))
     try:
         outcome.peak_mib = measure_peak(subject.model, call)
@@ -478,7 +481,7 @@ class Comparison:
         return None if float16 is None or patched is None else float16 / patched
 
 
-COMPARED = (*ALL_MODES, "best")
+COMPARED = (*MODES["eager"], *MODES["compiled"], "best")
 
 
 def compare(rows: list[Row]) -> list[Comparison]:
@@ -489,7 +492,7 @@ def compare(rows: list[Row]) -> list[Comparison]:
         if row.method == "qvit"
     }
     for row in rows:
-        if row.ms is None:
+        if row.ms is None or row.mode not in COMPARED:
             continue
         for comparison in comparisons.values():
             if (comparison.model, comparison.batch) == (row.model, row.batch):
@@ -570,7 +573,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; without a GPU only --markdown and --plot are accepted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), metavar="NAME")
-    parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=["eager", "compiled"])
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["standard"], help="of qvit's attention")
     results.add_measurement_arguments(parser, BATCHES)
     floor_help = "least agreement with float, in dB, of each swapped attention layer"

@@ -55,7 +55,7 @@ def on_cpu(script, monkeypatch):
     monkeypatch.setattr(script.timm, "create_model", lambda name: create(name, **SMALL[name]))
     monkeypatch.setattr(script, "DEVICE", "cpu")
     monkeypatch.setattr(script, "TurnTimer", FakeTimer)
-    monkeypatch.setattr(script, "compile_model", lambda model: model)
+    monkeypatch.setattr(script, "compile_model", lambda model, kind: model)
     monkeypatch.setattr(script.results, "describe_machine", lambda seed: {**MACHINE, "seed": seed})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, value in (("synchronize", None), ("reset_peak_memory_stats", None), ("memory_allocated", 0)):
@@ -156,7 +156,8 @@ def test_no_number_is_no_agreement(script) -> None:
 
 
 def test_a_run_writes_every_mode(on_cpu, tmp_path, capsys) -> None:
-    assert run(on_cpu, tmp_path / "new", *SWIN, "--precision", "standard", "high", "--seed", "5") == 0
+    arguments = (*SWIN, "--precision", "standard", "high", "--seed", "5", "--modes", *on_cpu.MODES)
+    assert run(on_cpu, tmp_path / "new", *arguments) == 0
     rows = rows_in(on_cpu, tmp_path / "new")
     by_key = {row.key[2:]: row for row in rows}
     halves = [("float", "float16"), ("float", "float16 fused"), ("qvit", "standard"), ("qvit", "high")]
@@ -235,6 +236,12 @@ def test_a_run_is_resumed(on_cpu, tmp_path, monkeypatch) -> None:
     assert {row.mode for row in rows_in(on_cpu, tmp_path)} == {"compiled", "compiled graph"}
 
 
+def test_a_lean_model_is_compiled_without_reuse_of_buffers(script, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **kwargs: kwargs)
+    assert script.compile_model(None, "compiled") == {"dynamic": False}
+    assert script.compile_model(None, "lean") == {"dynamic": False, "options": {"allow_buffer_reuse": False}}
+
+
 def test_rows_of_another_machine_are_not_continued(on_cpu, tmp_path, capsys) -> None:
     assert run(on_cpu, tmp_path, *DEIT, "--modes", "eager") == 0
     assert run(on_cpu, tmp_path, *DEIT, "--resume", "--seed", "1") == 2
@@ -261,6 +268,7 @@ def fake_rows(script) -> list:
         ("eager", "float", "float16"): 30.0, ("eager", "float", "float16 fused"): 20.0,
         ("eager", "qvit", "standard"): 16.0, ("graph", "float", "float16"): 18.0, ("graph", "qvit", "standard"): None,
         ("compiled", "float", "float16"): 12.0, ("compiled", "qvit", "standard"): 8.0,
+        ("lean", "float", "float16"): 7.0, ("lean", "qvit", "standard"): 6.0,  # not of the table
     }  # fmt: skip
     task, machine = script.Task("swin_tiny", 8, "eager"), {**MACHINE, "timm": "1.0.29", "seed": 0}
     rows = []

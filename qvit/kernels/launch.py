@@ -169,7 +169,7 @@ def _table() -> list[dict]:
     return json.loads(TABLE.read_text())["rows"]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def configuration(kind: str, capability: tuple[int, int], head_dim: int, tokens: int, heads: int) -> dict:
     """Launch configuration from the table that ``scripts/tune_attention.py`` recorded, {} where it has none.
 
@@ -236,7 +236,7 @@ def _programs_per_processor(tokens: int) -> int:
     return min(2, HOPPER_SHARED // (cdiv(tokens, 128) * (16 << 10) + (4 << 10)))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _streams(heads: int, tokens: int, high: bool, processors: int) -> bool:
     """Whether K and V stream through shared memory: where they do not fit, and where that was found to be faster.
 
@@ -472,7 +472,7 @@ def _launch_warps(pointers, strides, size, shape, *, step=None, **constexprs) ->
     )  # fmt: skip
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def warp_step(programs: int, tokens: int, processors: int) -> int:
     """Programs that share a window's queries: more where a multiprocessor has few warps, which take one's time."""
     warps = programs / processors
