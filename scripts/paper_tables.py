@@ -278,30 +278,42 @@ def figure3(session: Session) -> Iterator[Row]:
 
 def table2(session: Session) -> Iterator[Row]:
     """Use of the tensor cores, read by Nsight Compute in a process of its own."""
+    found = count_operations(session)
     for name in ACCURACY_WORKLOADS:
         for method in session.kernels:
-            cells: dict = dict.fromkeys(counters.TENSOR_METRICS, NEEDS_GPU)
-            if session.on_gpu:
-                where = [method, name, str(COUNTED_BATCH)]
-                seed = ["--seed", str(session.args.seed), "--device", session.args.device]
-                try:
-                    cells = counters.profile([sys.executable, __file__, "--profile", *where, *seed])
-                except BackendError as error:
-                    cells = dict.fromkeys(cells, str(error))
-            for quantity, cell in cells.items():
+            for quantity in counters.TENSOR_METRICS:
+                cell = found if isinstance(found, str) else found[name, method].get(quantity, "failed")
                 yield session.row(f"{name}, batch {COUNTED_BATCH}", method, quantity, cell)
 
 
-def run_profiled(session: Session, method: str, name: str, batch: int) -> None:
-    """What `counters.profile` starts: one call, warmed up, between the profiler's start and stop."""
-    call = METHODS[method].prepare(*draw(WORKLOADS[name], batch, "uniform", session).arguments)
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+def count_operations(session: Session) -> dict[tuple[str, str], dict[str, float]] | str:
+    """`counters.TENSOR_METRICS` of each workload and method, or why there are none."""
+    if not session.on_gpu:
+        return NEEDS_GPU
+    cases = [(name, method) for name in ACCURACY_WORKLOADS for method in session.kernels]
+    options = ["--methods", *session.kernels, "--seed", str(session.args.seed), "--device", session.args.device]
+    try:
+        counted = counters.profile([sys.executable, __file__, "--profiled", *options], len(cases))
+    except BackendError as error:
+        return str(error)
+    return dict(zip(cases, counted, strict=True))
+
+
+def run_profiled(session: Session) -> None:
+    """What `counters.profile` starts: a call of each workload and method, warmed up."""
+    calls: list[Call | None] = []
+    for name in ACCURACY_WORKLOADS:
+        operands = draw(WORKLOADS[name], COUNTED_BATCH, "uniform", session)
+        for method in session.kernels.values():
+            call = method.prepare(*operands.arguments)
+            try:
+                for _ in range(3):
+                    call()
+                calls.append(call)
+            except RuntimeError as error:
+                print(f"{method.title} on {name}: {error}", file=sys.stderr)
+                calls.append(None)
+    counters.run_profiled(calls)
 
 
 def table3(session: Session) -> Iterator[Row]:
@@ -994,7 +1006,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER", help="for the CSV files and plots")
     page_help = "write the result page of the files in --output instead, measure nothing"
     parser.add_argument("--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help=page_help)
-    parser.add_argument("--profile", nargs=3, help=argparse.SUPPRESS)  # method, workload, batch: what Table 2 runs
+    parser.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)  # what Table 2 runs
     args = parser.parse_args(arguments)
     if args.checkpoint is not None and len(args.models) != 1:
         parser.error("--checkpoint has the weights of one model: name it with --models")
@@ -1052,9 +1064,8 @@ def main(arguments: list[str] | None = None) -> int:
     def act() -> None:
         if args.page is not None:
             write_page(args.output, args.page)
-        elif args.profile is not None:
-            method, name, batch = args.profile
-            run_profiled(Session(args), method, name, int(batch))
+        elif args.profiled:
+            run_profiled(Session(args))
         else:
             run(args)
 

@@ -221,10 +221,11 @@ def test_speed_ups_are_over_i_vit_and_the_best_of_a_family_is_the_largest(with_g
 
 
 def test_counters_become_cells_or_reasons(with_gpu, tmp_path, monkeypatch):
-    def profile(command):
-        if "i_vit" in command:
-            raise BackendError("no ncu")
-        return {"IMMA %": 8.5, "HMMA %": 0.0}
+    commands = []
+
+    def profile(command, actions):
+        commands.append(command)
+        return [{"IMMA %": 8.5, "HMMA %": 0.0}] * (actions - 1) + [{}]
 
     energies = {"flash_attention_2": counters.Energy(1000, 600), "qvit_standard": counters.Energy(700, 300)}
     monkeypatch.setattr(counters, "profile", profile)
@@ -232,34 +233,79 @@ def test_counters_become_cells_or_reasons(with_gpu, tmp_path, monkeypatch):
     methods = ("--methods", "flash_attention_2", "qvit_standard", "i_vit")
     assert measure(with_gpu, tmp_path, "--tables", "2", "3", *methods) == 0
     rows = rows_of(with_gpu, tmp_path, "2")
+    assert len(commands) == 1 and set(methods) <= set(commands[0])  # one process counts all
     assert rows["A7, batch 8", "qvit_standard", "IMMA %"].value == 8.5
-    assert rows["A7, batch 8", "i_vit", "HMMA %"].text == "no ncu"
+    assert rows["A7, batch 8", "i_vit", "HMMA %"].text == "failed"
     rows = rows_of(with_gpu, tmp_path, "3")
     assert rows["A2, batch 8", "qvit_standard", "of FlashAttention-2"].value == 0.7
     assert rows["A2, batch 8", "qvit_standard", "uJ above idle"].value == 300
     assert rows["A2, batch 8", "i_vit", "of FlashAttention-2"].text == "no NVML"
 
 
+def test_no_counters_are_a_reason(with_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(counters.shutil, "which", lambda name: None)
+    assert measure(with_gpu, tmp_path, "--tables", "2") == 0
+    assert {row.text for row in rows_of(with_gpu, tmp_path, "2").values()} == {"no ncu"}
+
+
+def test_calls_are_profiled_one_behind_the_other(small, tmp_path, monkeypatch, capsys):
+    """A mark before each call; one of a method that fails does nothing, and the others keep their places."""
+    log = []
+
+    def prepare(name, fails=False):
+        def call():
+            log.append(name)
+            if fails:
+                raise RuntimeError("no such instruction")
+
+        return lambda *operands: call
+
+    for name in ("qflash", "qvit_high"):
+        broken = dataclasses.replace(METHODS[name], prepare=prepare(name, name == "qflash"))
+        monkeypatch.setitem(small.METHODS, name, broken)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda.profiler, "start", log.clear)
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: log.append("stop"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("mark"))
+    assert measure(small, tmp_path, "--profiled", "--methods", "i_bert", "qflash", "qvit_high") == 0
+    assert log == ["mark", "mark", "qvit_high"] * 2 + ["stop"]
+    assert capsys.readouterr().err.count("no such instruction") == 2
+
+
 PROFILE = """==PROF== Connected to process 1
 some output of the program
 "ID","Kernel Name","gpu__time_duration.sum","{imma}","{hmma}"
 "","","ns","%","%"
-"0","a","1,000","30","0"
-"1","b","3000","10","4"
+"0","at::cuda::<unnamed>::spin_kernel(long)","50","0","0"
+"1","a","1,000","30","0"
+"2","b","3000","10","4"
+"3","at::cuda::<unnamed>::spin_kernel(long)","50","0","0"
+"4","at::cuda::<unnamed>::spin_kernel(long)","50","0","0"
+"5","a","10","7","0"
 """
 
 
-def test_a_profile_is_weighted_by_time(monkeypatch):
+def test_a_profile_has_parts_weighted_by_time(monkeypatch):
     (imma, _), (hmma, dense) = counters.TENSOR_METRICS.values()
-    assert counters.read_profile(PROFILE.format(imma=imma, hmma=hmma)) == {"IMMA %": 15, "HMMA %": 3}
-    assert counters.read_profile(PROFILE.format(imma=imma, hmma=dense)) == {"IMMA %": 15, "HMMA %": 3}
+    expected = [{"IMMA %": 15, "HMMA %": 3}, {}, {"IMMA %": 7, "HMMA %": 0}]
+    assert counters.read_profile(PROFILE.format(imma=imma, hmma=hmma)) == expected
+    assert counters.read_profile(PROFILE.format(imma=imma, hmma=dense)) == expected
     with pytest.raises(BackendError, match="among .*another__metric"):
         counters.read_profile(PROFILE.format(imma=imma, hmma="another__metric"))
     with pytest.raises(BackendError, match="no permission"):
         counters.read_profile("==ERROR== no permission to read\n")
-    monkeypatch.setattr(counters.shutil, "which", lambda name: None)
-    with pytest.raises(BackendError, match="no ncu"):
-        counters.profile(["true"])
+    with pytest.raises(BackendError, match="no kernel"):
+        counters.read_profile("")
+
+
+def test_a_profile_of_some_calls_only_is_a_reason(monkeypatch):
+    text = PROFILE.format(imma=counters.TENSOR_METRICS["IMMA %"][0], hmma=counters.TENSOR_METRICS["HMMA %"][0])
+    run = subprocess.CompletedProcess([], 1, stdout=text, stderr="out of memory")
+    monkeypatch.setattr(counters.shutil, "which", lambda name: "ncu")
+    monkeypatch.setattr(counters.subprocess, "run", lambda *arguments, **options: run)
+    assert len(counters.profile(["true"], 3)) == 3
+    with pytest.raises(BackendError, match="ncu saw 3 of 4 calls: out of memory"):
+        counters.profile(["true"], 4)
 
 
 def test_a_profile_that_hangs_is_a_reason(monkeypatch):
@@ -269,7 +315,7 @@ def test_a_profile_that_hangs_is_a_reason(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda name: "ncu")
     monkeypatch.setattr(counters.subprocess, "run", hang)
     with pytest.raises(BackendError, match="more than 5 s"):
-        counters.profile(["true"], timeout=5)
+        counters.profile(["true"], 1, timeout=5)
 
 
 def test_energy_is_counted_per_call_with_and_without_idle(monkeypatch):

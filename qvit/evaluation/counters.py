@@ -24,7 +24,8 @@ TENSOR_METRICS = {
         f"sm__ops_path_tensor_src_fp16_dst_fp32_sparsity_off{_PEAK}",
     ),
 }
-_DURATION = "gpu__time_duration.sum"
+_DURATION, _KERNEL = "gpu__time_duration.sum", "Kernel Name"
+_MARK = "spin_kernel"  # of torch.cuda._sleep
 
 
 # ---------------------------------------------------------------- energy
@@ -112,11 +113,36 @@ def _watts(counter: EnergyCounter, action: Callable[[], object]) -> tuple[float,
 # ---------------------------------------------------------------- tensor cores
 
 
-def profile(command: Sequence[str], timeout: float = 300) -> dict[str, float]:
-    """The tensor cores' use in a command's kernels, from cudaProfilerStart to cudaProfilerStop; by `TENSOR_METRICS`.
+def run_profiled(actions: Sequence[Callable[[], object] | None]) -> None:
+    """What the command of :func:`profile` does: each action once, behind a mark. None stands for one that cannot run.
+
+    Warm the actions up before, for all kernels that they launch here are counted.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    for action in actions:
+        torch.cuda._sleep(1)
+        if action is not None:
+            action()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def profile(command: Sequence[str], actions: int, timeout: float = 300) -> list[dict[str, float]]:
+    """The tensor cores' use in each action that a command gives to :func:`run_profiled`.
+
+    One process for all actions, for its start takes longer than what is counted.
+
+    Args:
+        command: Starts the process.
+        actions: How many there are.
+        timeout: Seconds.
+
+    Returns:
+        `TENSOR_METRICS` of each action, none of one that launched no kernel.
 
     Raises:
-        BackendError: No ncu here, or it could not read the counters.
+        BackendError: No ncu here, or it could not read the counters, or not of all actions.
     """
     ncu = shutil.which("ncu")
     if ncu is None:
@@ -127,11 +153,14 @@ def profile(command: Sequence[str], timeout: float = 300) -> dict[str, float]:
         run = subprocess.run([ncu, *options, *command], capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         raise BackendError(f"ncu took more than {timeout:g} s") from error
-    return read_profile(run.stdout)
+    counted = read_profile(run.stdout)
+    if len(counted) != actions:
+        raise BackendError(f"ncu saw {len(counted)} of {actions} calls: {run.stderr.strip()[-200:]}")
+    return counted
 
 
-def read_profile(text: str) -> dict[str, float]:
-    """`TENSOR_METRICS` of ncu's raw page, kernels by their durations: their share of the peak over the whole time.
+def read_profile(text: str) -> list[dict[str, float]]:
+    """`TENSOR_METRICS` of each action on ncu's raw page, kernels by their durations: the peak's share of all the time.
 
     Raises:
         BackendError: There is no kernel in it, or a metric is missing.
@@ -139,14 +168,29 @@ def read_profile(text: str) -> dict[str, float]:
     lines = [line for line in text.splitlines() if line.startswith('"')]
     errors = [line for line in text.splitlines() if line.startswith("==ERROR==")]
     kernels = [row for row in csv.DictReader(io.StringIO("\n".join(lines))) if row["ID"]]  # the first row has units
+    if not kernels:
+        raise BackendError(f"ncu: {errors[0].removeprefix('==ERROR==').strip() if errors else 'no kernel'}")
+    parts: list[list[dict[str, str]]] = []
+    for kernel in kernels:
+        if _MARK in kernel[_KERNEL]:
+            parts.append([])
+        elif parts:
+            parts[-1].append(kernel)
     try:
-        times = [_number(row[_DURATION]) for row in kernels]
-        return {
-            name: sum(time * _known(row, metrics) for time, row in zip(times, kernels)) / sum(times)
-            for name, metrics in TENSOR_METRICS.items()
-        }
-    except (KeyError, ValueError, ZeroDivisionError) as error:
-        raise BackendError(f"ncu: {errors[0].removeprefix('==ERROR==').strip() if errors else error!r}") from error
+        return [_weigh(part) for part in parts]
+    except (KeyError, ValueError) as error:
+        raise BackendError(f"ncu: {error!r}") from error
+
+
+def _weigh(kernels: Sequence[dict[str, str]]) -> dict[str, float]:
+    """`TENSOR_METRICS` of some kernels together; {} of none."""
+    times = [_number(row[_DURATION]) for row in kernels]
+    if not kernels:
+        return {}
+    return {
+        name: sum(time * _known(row, metrics) for time, row in zip(times, kernels)) / sum(times)
+        for name, metrics in TENSOR_METRICS.items()
+    }
 
 
 def _known(row: dict[str, str], metrics: Sequence[str]) -> float:
