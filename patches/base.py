@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from qvit import ops, speed
 from qvit.config import QuantConfig
 from qvit.errors import UnsupportedModuleError
+from qvit.fingerprint import fingerprint, same_weights
 from qvit.scales import Scales
 
 
@@ -40,11 +42,13 @@ class Record:
     Attributes:
         config: Of the quantization.
         sqnr_db: Of this layer's core on a calibration batch; None where it was not measured.
+        fingerprint: Of this layer's weights when it was quantized (:func:`qvit.fingerprint.fingerprint`).
         agreement: Percent of calibration pictures with the float model's answer, of the whole model; None likewise.
     """
 
     config: QuantConfig
     sqnr_db: float | None
+    fingerprint: dict[str, str]
     agreement: float | None = None
 
 
@@ -153,7 +157,7 @@ class QuantizedModule:
     @classmethod
     def build_buffers(cls, module: nn.Module, scales: Scales, config: QuantConfig) -> dict[str, torch.Tensor]:
         """Non-persistent buffers of the swapped module, on the device of its weights; changes nothing."""
-        return {"qvit_constants": scales.constants().to(module.qkv.weight.device)}
+        return {"qvit_constants": scales.constants().to(module.qkv.weight.device, copy=True)}
 
     @classmethod
     def swap(cls, module: nn.Module, scales: Scales, config: QuantConfig, sqnr_db: float | None) -> None:
@@ -167,11 +171,13 @@ class QuantizedModule:
             config.skip_slower,
         )
         buffers = cls.build_buffers(module, scales, config)
+        record = Record(config, sqnr_db, fingerprint(module))
         module.__class__ = cls
         for name, buffer in buffers.items():
             module.register_buffer(name, buffer, persistent=False)
         module.qvit_settings = settings
-        module.qvit_record = Record(config, sqnr_db)
+        module.qvit_record = record
+        module.register_load_state_dict_post_hook(_after_loading)
         module.qvit_choice = None
 
     def unswap(self) -> None:
@@ -181,18 +187,35 @@ class QuantizedModule:
             delattr(self, name)
         for name in ("qvit_settings", "qvit_record", "qvit_choice"):
             vars(self).pop(name, None)
+        hooks = self._load_state_dict_post_hooks
+        for key in [key for key, hook in hooks.items() if hook is _after_loading]:
+            del hooks[key]
+
+    def after_loading(self) -> None:
+        """Takes notice of a state_dict that was loaded: the scales and their figures are of the weights before."""
+        if not same_weights(self.qvit_record.fingerprint, fingerprint(self)):
+            self.qvit_record = replace(self.qvit_record, sqnr_db=None, agreement=None)
+            warnings.warn(
+                f"other weights were loaded into a quantized {self.host.__name__}, whose scales were calibrated with "
+                "those before; unless they are close, call qvit.restore(model) and quantize it again",
+                stacklevel=2,
+            )
 
     def require_inference(self, x: torch.Tensor) -> None:
-        """Raises UnsupportedModuleError in training mode, or where a gradient would be lost."""
+        """Raises UnsupportedModuleError in training mode, or where a gradient of x or of a weight would be lost."""
         if self.training:
             raise UnsupportedModuleError(
                 f"a quantized {self.host.__name__} cannot train; call model.eval(), or qvit.restore(model) to train"
             )
-        if torch.is_grad_enabled() and x.requires_grad:
+        if torch.is_grad_enabled() and (x.requires_grad or self._trains()):
             raise UnsupportedModuleError(
-                f"a quantized {self.host.__name__} has no gradient, and its input requires one; run the model under "
-                "torch.inference_mode() or torch.no_grad()"
+                f"a quantized {self.host.__name__} has no gradient, and its input or a weight before its core requires "
+                "one; run the model under torch.inference_mode() or torch.no_grad()"
             )
+
+    def _trains(self) -> bool:
+        """Whether a weight before the core requires a gradient; the output projection behind it can have one."""
+        return any(p.requires_grad for name, p in self.named_parameters() if not name.startswith("proj."))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: Any) -> torch.Tensor:
         """Attention of q, k, v (B, H, N, D) in integers, or as `skip_slower` chooses; returns (B, N, H * D)."""
@@ -213,6 +236,11 @@ class QuantizedModule:
         in_float = times is not None and times[1] < times[0]
         self.qvit_choice = (times, in_float)
         return in_float
+
+
+def _after_loading(module: nn.Module, incompatible_keys: Any) -> None:
+    """A hook, for a module's own loading comes before that of its children."""
+    module.after_loading()
 
 
 def run_core(

@@ -1,6 +1,8 @@
 """What the window attentions of the Swin family share, and what their blocks do.
 
-- The position bias is held in exponent units, and renewed whenever its source may have changed.
+- The position bias is held in exponent units, and made anew where its source may have changed: when a state_dict is
+  loaded into the attention or into what it is a part of, the window changes, or `eval()` is called. Who writes to the
+  source by other means calls `model.eval()` after that.
 - A block of the expected kind gives its attention the image as it lies: shift, padding, partition and their reverses
   are addresses of the operator, which gives the same bits.
 """
@@ -41,7 +43,8 @@ class QuantizedWindows(QuantizedModule):
     @classmethod
     def window_bias(cls, module: nn.Module) -> torch.Tensor:
         """`position_bias` in float32, under autocast the same as without: a held one knows of no autocast."""
-        with torch.autocast(module.qkv.weight.device.type, enabled=False):
+        device = next(module.parameters()).device  # not of a weight by name: whoever packs a linear layer hides it
+        with torch.autocast(device.type, enabled=False):
             return cls.position_bias(module).float()
 
     @classmethod
@@ -77,18 +80,10 @@ class QuantizedWindows(QuantizedModule):
             buffers["qvit_bias"] = ops.exponent_bias(cls.window_bias(module)[None], buffers["qvit_constants"])
         return buffers
 
-    @classmethod
-    def swap(cls, module: nn.Module, *args: Any) -> None:
-        """Turns a module of the host's class into this class, in place, and watches for other weights."""
-        super().swap(module, *args)
-        module.register_load_state_dict_post_hook(_renew_after_loading)
-
-    def unswap(self) -> None:
-        """Gives the host's class back and removes everything that `swap` added."""
-        hooks = self._load_state_dict_post_hooks
-        for key in [key for key, hook in hooks.items() if hook is _renew_after_loading]:
-            del hooks[key]
-        super().unswap()
+    def after_loading(self) -> None:
+        """Takes notice of a state_dict that was loaded, and renews the bias."""
+        super().after_loading()
+        self.renew_bias()
 
     @property
     def layout(self) -> str:
@@ -237,7 +232,7 @@ class FoldedBlock:
     def reads_image(self, x: torch.Tensor) -> bool:
         """True where the attention can take x (B, height, width, C) as it lies."""
         # Another size has other windows; whoever hooks, replaces or restores a part of the attention expects windows.
-        return not isinstance(x, fx.Proxy) and tuple(x.shape[1:3]) == self.qvit_image[0] and self._is_untouched()
+        return not isinstance(x, fx.Proxy) and tuple(x.shape[1:3]) == self.qvit_image[0] and self.is_untouched()
 
     def attend_image(self, x: torch.Tensor) -> torch.Tensor:
         """What the host's method gives for x (B, height, width, C)."""
@@ -267,7 +262,7 @@ class FoldedBlock:
         mask = plan.masks[plan.pattern] * SHIFT_MASK
         return plan if np.array_equal(block.attn_mask.detach().float().cpu().numpy(), mask) else None
 
-    def _is_untouched(self) -> bool:
+    def is_untouched(self) -> bool:
         """True where the swapped attention is as it was swapped, with no one listening.
 
         Each look is a guard of compiled code as well, so there are no more than it takes.
@@ -296,11 +291,6 @@ class FoldedBlock:
         block.qvit_image = (tuple(getattr(block, cls.size)), plan.has_pads)
         block.attn.register_buffer("qvit_masks", masks, persistent=False)
         block.attn.renew_bias()
-
-
-def _renew_after_loading(module: nn.Module, incompatible_keys: Any) -> None:
-    """A hook, for a module's own loading comes before that of its children, which may be the bias's source."""
-    module.renew_bias()
 
 
 def _window_mask(q: torch.Tensor, mask: torch.Tensor, host: type[nn.Module]) -> torch.Tensor:

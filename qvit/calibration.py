@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from operator import length_hint
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,15 +23,16 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from qvit.config import CalibrationConfig, QuantConfig
+from qvit.config import CalibrationConfig, QuantConfig, config_or_default
 from qvit.discovery import Site, plan_swap
 from qvit.errors import CalibrationError, ConfigError, QvitError
+from qvit.fingerprint import fingerprint
 from qvit.health import Answers, require_finite
 from qvit.patches.base import CoreInputs, Settings, core_bias, for_rows, run_core
-from qvit.scales import ChannelGains, Ranges, Scales, build_scales, channel_gains, k_reach
+from qvit.scales import ChannelGains, Ranges, Scales, build_scales, channel_gains, k_reach, tops
 
 FORMAT = "qvit-calibration"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no fingerprint
 BINS = 2048
 SQNR_IMAGES = 8
 _IMAGE_KEYS = ("image", "pixel_values")
@@ -44,22 +46,32 @@ class Calibration:
         layers: Scales by module name.
         config: What they were made with.
         sqnr: Signal to quantization noise in dB of each layer's integer core against float, on a calibration batch.
+        fingerprint: Of the model's weights (:func:`qvit.fingerprint.fingerprint`); the scales fit no others.
     """
 
     layers: dict[str, Scales]
     config: QuantConfig
     sqnr: dict[str, float]
+    fingerprint: dict[str, str]
 
     def save(self, path: str | Path) -> None:
-        """Writes the calibration as JSON; every number comes back exactly."""
+        """Writes the calibration as JSON; every number comes back exactly.
+
+        Raises:
+            CalibrationError: The file cannot be written.
+        """
         document = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "config": self.config.to_dict(),
             "layers": {name: scales.to_dict() for name, scales in self.layers.items()},
             "sqnr": self.sqnr,
+            "fingerprint": self.fingerprint,
         }
-        Path(path).write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
+        try:
+            Path(path).write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
+        except OSError as e:
+            raise CalibrationError(f"cannot write the calibration {path}: {e}") from e
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -76,14 +88,17 @@ class Calibration:
             raise CalibrationError(f"{path} is not a calibration saved by qvit")
         if document.get("version") != FORMAT_VERSION:
             found = document.get("version")
-            raise CalibrationError(f"{path} has format version {found!r}, this qvit reads {FORMAT_VERSION}")
+            raise CalibrationError(
+                f"{path} has format version {found!r}, this qvit reads {FORMAT_VERSION}; calibrate the model again"
+            )
         try:
             layers = {name: Scales.from_dict(values) for name, values in document["layers"].items()}
             config = QuantConfig.from_dict(document["config"])
             sqnr = {name: float(value) for name, value in document["sqnr"].items()}
+            weights = {name: str(value) for name, value in document["fingerprint"].items()}
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ConfigError) as e:
             raise CalibrationError(f"{path} is damaged: {type(e).__name__}: {e}") from e
-        return cls(layers, config, sqnr)
+        return cls(layers, config, sqnr, weights)
 
 
 def calibrate(model: nn.Module, calib_loader: Iterable[Any], config: QuantConfig | None = None) -> Calibration:
@@ -101,7 +116,7 @@ def calibrate(model: nn.Module, calib_loader: Iterable[Any], config: QuantConfig
         CalibrationError: The loader is empty, fails, or gives batches of an unknown structure or a wrong shape; NaN,
             Inf or nothing but zeros in the batches or in a layer.
     """
-    return calibrate_with_answers(model, calib_loader, config or QuantConfig())[0]
+    return calibrate_with_answers(model, calib_loader, config_or_default(config))[0]
 
 
 def calibrate_with_answers(
@@ -128,7 +143,8 @@ def calibrate_with_answers(
         layers = {s.name: _build(s, ranges[s.name], clips.get(s.name), config) for s in targets}
         meters = {s.name: _SqnrMeter(layers[s.name], config) for s in targets}
         observe_cores(model, [batches[0][:SQNR_IMAGES]], targets, meters)
-        return Calibration(layers, config, {name: meter.decibels() for name, meter in meters.items()}), answers
+        sqnr = {name: meter.decibels() for name, meter in meters.items()}
+        return Calibration(layers, config, sqnr, fingerprint(model)), answers
 
 
 def logits_of(model: nn.Module, batches: Iterable[torch.Tensor]) -> Iterator[Any]:
@@ -166,12 +182,8 @@ class _HistogramObserver:
         self.gains = {"q": gains.q_gain, "k": gains.k_gain, "v": gains.v_gain}
         absmax = {"q": ranges.q_absmax, "k": k_absmax, "v": ranges.v_absmax}
         self.per_head = granularity == "head"
-        self.tops = {name: self._top(absmax[name] * gain) for name, gain in self.gains.items()}
+        self.tops = {name: tops(absmax[name] * gain, granularity) for name, gain in self.gains.items()}
         self.counts = {name: torch.zeros(len(gain), BINS, dtype=torch.int64) for name, gain in self.gains.items()}
-
-    def _top(self, absmax: torch.Tensor) -> torch.Tensor:
-        top = absmax.amax(1) if self.per_head else absmax.max().expand(len(absmax))
-        return top.clamp_min(torch.finfo(torch.float32).tiny)
 
     def __call__(self, core: CoreInputs) -> None:
         for name, x in (("q", core.q), ("k", core.k), ("v", core.v)):
@@ -327,10 +339,10 @@ def observe_cores(
 
     `note` gets each batch with the model's output.
     """
-    hooks = []
+    hooks, lock = [], Lock()
     try:
         for site in targets:
-            hook = _core_hook(site, observers[site.name])
+            hook = _core_hook(site, observers[site.name], lock)
             hooks.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
         for batch in batches:
             note(batch, _forward(model, batch))
@@ -339,9 +351,11 @@ def observe_cores(
             hook.remove()
 
 
-def _core_hook(site: Site, observer: Callable[[CoreInputs], None]) -> Callable[..., None]:
+def _core_hook(site: Site, observer: Callable[[CoreInputs], None], lock: Lock) -> Callable[..., None]:
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        observer(site.adapter.core_inputs(module, *args, **kwargs))
+        core = site.adapter.core_inputs(module, *args, **kwargs)
+        with lock:  # nn.DataParallel calls a layer's replicas from several threads
+            observer(core)
 
     return observe
 
@@ -368,7 +382,10 @@ def _read(loader: Iterable[Any], limit: int) -> Iterator[torch.Tensor]:
         raise CalibrationError(
             f"calib_loader must be an iterable of batches, got {type(loader).__name__}; put a single batch in a list"
         )
-    total = min(limit, length_hint(loader, limit))
+    try:
+        total = min(limit, length_hint(loader, limit))
+    except NotImplementedError:  # the __len__ of some data sets
+        total = limit
     for index in tqdm(range(limit), desc="calibrating", unit="batch", total=total, leave=False):
         try:
             batch = next(iterator)

@@ -63,6 +63,20 @@ class CalibrationConfig:
         return cls(**_known_keys(cls, values, "calibration."))
 
 
+def config_or_default(config: QuantConfig | None) -> QuantConfig:
+    """The config, or without one the default.
+
+    Raises:
+        ConfigError: Something else was given.
+    """
+    if config is None:
+        return QuantConfig()
+    if not isinstance(config, QuantConfig):
+        found = type(config).__name__
+        raise ConfigError(f"config must be a QuantConfig, found {found}; QuantConfig.from_dict makes one of a mapping")
+    return config
+
+
 @dataclass(frozen=True)
 class QuantConfig:
     """What is quantized, and how.

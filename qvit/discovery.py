@@ -22,6 +22,8 @@ _REASONS = {
         "timm.layers.attention_pool.AttentionPoolPrr",
         "timm.layers.attention_pool2d.RotAttentionPool2d",
         "timm.layers.attention_pool2d.AttentionPool2d",
+        "timm.layers.other_pool.SimPool1d",
+        "timm.layers.other_pool.SimPool2d",
     ),
     "class_attention": (
         "timm.models.cait.ClassAttn",
@@ -88,6 +90,7 @@ _REASONS = {
         "timm.models.convit.GPSA",
         "timm.models.convit.MHSA",
         "timm.models.iformer.SHMA",
+        "timm.models.shvit.SHSA",
         "timm.models.efficientvit_mit.LiteMLA",
         "timm.models.efficientvim.HSMSSD",
     ),

@@ -236,9 +236,12 @@ def attention(
 
     Raises:
         BackendError: Shapes, types or devices that do not go together, a head dimension above 128, a sequence whose
-            sums could leave int32, NaN or +inf in a mask on the CPU, or a backend that cannot serve the device.
+            sums could leave int32 or leave no bits to an int8 output, NaN or +inf in a mask on the CPU, or a backend
+            that cannot serve the device.
     """
     _check(q, k, v, scales, out_dtype, precision)
+    if (out_dtype or q.dtype) == torch.int8:
+        _require_output_bits(q.shape[2], scales, precision)
     addend = _combine(bias, mask, q)
     constants = scales.constants(q.device)
     if addend is not None:
@@ -299,10 +302,13 @@ def window_attention(
             f"pad must be {(3, heads, head_dim)} of {q.dtype} on {q.device}, "
             f"found {tuple(pad.shape)} of {pad.dtype} on {pad.device}"
         )
+    for name, pair in (("window", window), ("shift", shift)):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, int) for x in pair)):
+            raise BackendError(f"{name} must be two integers, height and width; found {pair!r}")
     try:
         plan = plan_windows(height, width, tuple(window), tuple(shift))
-    except (TypeError, ValueError) as error:
-        raise BackendError(f"window and shift must be two integers each: {error}") from error
+    except ValueError as error:
+        raise BackendError(str(error)) from error
     rows, pattern, masks = plan.tensors(q.device)
     if pad is None and plan.has_pads:
         if q.dtype == torch.int8:
@@ -380,6 +386,10 @@ def pattern_bias(masks: torch.Tensor, bias: torch.Tensor | None, heads: int, shi
 
 
 def _check(q, k, v, scales, out_dtype, precision) -> None:
+    if not isinstance(scales, S.Scales):
+        raise BackendError(
+            f"scales must be a qvit.Scales, found {type(scales).__name__}; the layers of a Calibration have one each"
+        )
     if q.ndim != 4 or q.shape != k.shape or q.shape != v.shape:
         raise BackendError(
             f"q, k and v must have one shape (B, H, N, D), found {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
@@ -402,6 +412,20 @@ def _check(q, k, v, scales, out_dtype, precision) -> None:
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise BackendError("integer attention has no gradient: run under torch.no_grad() or detach q, k and v")
+
+
+def _require_output_bits(tokens: int, scales: S.Scales, precision: str) -> None:
+    """Refuses an int8 output whose values the sums over so many keys no longer resolve.
+
+    An average over many keys is small beside V, and the bits of the sums are shared between the number of keys and how
+    many times V's scale is the output's.
+    """
+    bits = scales.o_ratio_bits
+    if tokens and reference.out_rounding_shift(tokens, precision, bits) < 1:
+        raise BackendError(
+            f"an int8 output of {tokens} tokens: V's scale is up to {2 ** (30 - bits)} times the output's, found by "
+            "calibration, which leaves the output no bit of the sums over so many keys; pass a floating out_dtype"
+        )
 
 
 def _combine(bias: torch.Tensor | None, mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:

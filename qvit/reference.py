@@ -76,6 +76,17 @@ def out_shift(num_keys: int, precision: str) -> int:
     return 31 - (num_keys * ACC_PEAK[precision] * S.QMAX).bit_length()
 
 
+def out_rounding_shift(num_keys: int, precision: str, ratio_bits: int | torch.Tensor) -> int | torch.Tensor:
+    """Bits by which the int8 output is rounded at the end; without one, nothing is left to round.
+
+    Args:
+        num_keys: Tokens.
+        precision: "standard" or "high".
+        ratio_bits: Of the output ratio's integer, :attr:`qvit.Scales.o_ratio_bits`.
+    """
+    return out_shift(num_keys, precision) + ratio_bits - (28 if precision == "standard" else 26)
+
+
 # ---------------------------------------------------------------- attention
 
 
@@ -251,9 +262,8 @@ def _normalise(
     inverse = reciprocal(row_sum, precision)[..., None]
     if out_dtype == torch.int8:
         ratio = constants[:, None, S.O_RATIO * head_dim : (S.O_RATIO + 1) * head_dim].long()
-        up = out_shift(tokens, precision)
-        down = up + _per_head(constants, S.O_RATIO_BITS).long() - (28 if precision == "standard" else 26)
-        scaled = (((acc << up) * inverse) >> 32) * ratio >> 32
+        down = out_rounding_shift(tokens, precision, _per_head(constants, S.O_RATIO_BITS).long())
+        scaled = (((acc << out_shift(tokens, precision)) * inverse) >> 32) * ratio >> 32
         return ((scaled + (1 << (down - 1))) >> down).clamp(-S.QMAX, S.QMAX).to(torch.int8)
     v_scale = constants[:, None, S.V_SCALE * head_dim : (S.V_SCALE + 1) * head_dim].contiguous().view(torch.float32)
     unit = 2.0 ** -(36 if precision == "standard" else 38)

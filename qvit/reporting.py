@@ -12,6 +12,7 @@ from qvit import ops, speed
 from qvit.config import QuantConfig
 from qvit.discovery import Site, find_attention
 from qvit.errors import BackendError
+from qvit.patches.windows import FoldedBlock
 
 _COLUMNS = (
     *("name", "type", "status", "heads", "head_dim", "layout", "backend", "precision", "sqnr_db"),
@@ -107,12 +108,22 @@ class Report:
 
 def report(model: nn.Module) -> Report:
     """Lists everything in the model that computes attention; the model may be quantized or not."""
-    record = next((site.module.qvit_record for site in find_attention(model) if site.is_swapped), None)
-    exclude = record.config.exclude if record else ()
-    return Report(tuple(_row(site) for site in find_attention(model, exclude)), record.agreement if record else None)
+    records = [site.module.qvit_record for site in find_attention(model) if site.is_swapped]
+    exclude = tuple(dict.fromkeys(pattern for record in records for pattern in record.config.exclude))
+    agreements = {record.agreement for record in records}  # several, where parts were quantized one by one
+    rows = tuple(_row(site, _layout(model, site)) for site in find_attention(model, exclude))
+    return Report(rows, agreements.pop() if len(agreements) == 1 else None)
 
 
-def _row(site: Site) -> Row:
+def _layout(model: nn.Module, site: Site) -> str:
+    """How an attention's block gives it the tokens now; a hook on the attention may change that."""
+    block = model.get_submodule(site.name.rpartition(".")[0])
+    if site.is_swapped and isinstance(block, FoldedBlock) and not block.is_untouched():
+        return "windows"
+    return site.module.layout if site.is_swapped else ""
+
+
+def _row(site: Site, layout: str) -> Row:
     module = site.module
     if not site.is_swapped:
         heads, head_dim = getattr(module, "num_heads", None), getattr(module, "head_dim", None)
@@ -127,7 +138,7 @@ def _row(site: Site) -> Row:
         status="swapped",
         heads=site.adapter.heads_of(module),
         head_dim=site.adapter.head_dim_of(module),
-        layout=module.layout,
+        layout=layout,
         backend=_backend(module.qvit_constants.device, config),
         precision=config.precision if config.arithmetic == "qvit" else config.arithmetic,
         sqnr_db=module.qvit_record.sqnr_db,

@@ -13,7 +13,8 @@ import math
 
 import torch
 
-from qvit.errors import BackendError, CalibrationError
+from qvit.config import GRANULARITIES
+from qvit.errors import BackendError, CalibrationError, ConfigError
 
 LOG2E = math.log2(math.e)
 QMAX = 127  # symmetric int8: -128 is never used
@@ -122,6 +123,15 @@ def k_reach(ranges: Ranges, offset: torch.Tensor) -> torch.Tensor:
     return torch.maximum(reach, offset.abs() * _LEAST_K_RANGE)
 
 
+def tops(absmax: torch.Tensor, granularity: str) -> torch.Tensor:
+    """(H,) largest magnitude that shares a scale, of those of channels (H, D).
+
+    Not zero: a constant K (its middle removed) has no range, nor has a head that is dead beside live ones.
+    """
+    top = absmax.amax(1) if granularity == "head" else absmax.max().expand(len(absmax))
+    return top.clamp_min(_DEAD_CHANNEL * top.max()).clamp_min(_MIN_RANGE)
+
+
 def build_scales(
     ranges: Ranges,
     *,
@@ -143,8 +153,13 @@ def build_scales(
             largest magnitude.
 
     Raises:
+        ConfigError: An argument does not fit.
         CalibrationError: A range is zero, or the scores span more octaves than the exponent can hold.
     """
+    if granularity not in GRANULARITIES:
+        raise ConfigError(f"granularity must be one of {GRANULARITIES}, found {granularity!r}")
+    if not 0 < softmax_scale < math.inf:
+        raise ConfigError(f"softmax_scale must be positive and finite, found {softmax_scale!r}")
     gains = channel_gains(ranges, k_offset=k_offset, qk_balance=qk_balance, v_channels=v_channels)
     observed = {
         "q": ranges.q_absmax * gains.q_gain,
@@ -153,9 +168,7 @@ def build_scales(
     }
     base = {}
     for name, value in observed.items():
-        top = value.amax(1) if granularity == "head" else value.max().expand(len(value))
-        # A constant K (its middle removed) has no range, nor has a head that is dead beside live ones.
-        top = top.clamp_min(_DEAD_CHANNEL * top.max()).clamp_min(_MIN_RANGE)
+        top = tops(value, granularity)
         if clip is not None:
             top = top * clip[name].to(top)
         base[name] = top[:, None] / QMAX  # (H, 1), scale of the normalised tensor
@@ -278,7 +291,7 @@ class Scales:
         rounder = _HALF_ROUNDER - self.k_zero
         return bool((mults >= 2**-14).all() and (mults == mults.half()).all() and (rounder == rounder.half()).all())
 
-    @property
+    @functools.cached_property
     def o_ratio_bits(self) -> int:
         """p: the output ratio v_scale / o_scale is stored as an integer times 2^-p."""
         return 30 - math.ceil(math.log2(float((1 / self.v_mult.double() / self.o_scale.double()[:, None]).max())))
@@ -301,7 +314,14 @@ class Scales:
             softmax_scale: Default head_dim ** -0.5.
             granularity: "tensor" or "head".
             channels: Use the per-channel vectors (K's middle, q-k balance, V's channels).
+
+        Raises:
+            ConfigError: An argument does not fit.
+            CalibrationError: q, k or v is zero everywhere, or holds NaN or Inf, or no int8 scales exist for them.
         """
+        if q.ndim != 4 or k.shape != q.shape or v.shape != q.shape:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+            raise ConfigError(f"q, k and v must have one shape (B, H, N, D), found {shapes}")
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         q, k, v = (x.detach().double() for x in (q, k, v))
         o = torch.softmax(q @ k.mT * scale, -1) @ v

@@ -21,6 +21,7 @@ from torch import nn
 from qvit.config import QuantConfig
 from qvit.discovery import Site, find_attention, plan_swap
 from qvit.errors import CheckpointError, ConfigError, QvitError
+from qvit.fingerprint import fingerprint, same_weights
 from qvit.scales import Scales
 from qvit.surgery import all_or_nothing, record_agreement, swap_all
 
@@ -28,27 +29,29 @@ FORMAT_VERSION = 1
 _METADATA_KEY = "qvit"
 _CHECKSUM_KEY = "sha256"
 _PREFIX = "constants:"  # a module name may be empty, a tensor's may not
-# Two roundings, so that a float32 model and its half-precision copy know each other.
-_FINGERPRINT_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the quantization of a model; its weights are not in the file.
 
     Args:
-        model: A quantized model.
+        model: A quantized model, compiled or not.
         path: File to write, by convention `*.qvit.safetensors`.
 
     Raises:
-        CheckpointError: The model is not quantized, or the file cannot be written.
+        CheckpointError: The model is not quantized, `load` could not make the same model of the file, the weights of
+            an attention are not those that were quantized, or the file cannot be written.
     """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps, whose names `load` will meet
     sites = [site for site in find_attention(model) if site.is_swapped]
     if not sites:
         raise CheckpointError("the model has no quantized attention; call qvit.quantize(model, calib_loader) first")
+    config = sites[0].module.qvit_record.config
+    _require_one_quantization(model, sites, config)
     document = {
         "format_version": FORMAT_VERSION,
-        "config": sites[0].module.qvit_record.config.to_dict(),
-        "fingerprint": _fingerprint(model),
+        "config": config.to_dict(),
+        "fingerprint": fingerprint(model),
         "layers": {site.name: _describe(site) for site in sites},
         "sqnr_db": {site.name: site.module.qvit_record.sqnr_db for site in sites},
         "agreement": sites[0].module.qvit_record.agreement,
@@ -79,7 +82,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     document, tensors = _read(path)
     try:
         config = QuantConfig.from_dict(document["config"])
-        layers, fingerprint = dict(document["layers"]), dict(document["fingerprint"])
+        layers, weights = dict(document["layers"]), dict(document["fingerprint"])
         sqnr = {name: _number(db) for name, db in document["sqnr_db"].items()}
         agreement = _number(document["agreement"])
         scales = {n: Scales.from_constants(tensors[_PREFIX + n], layer["softmax_scale"]) for n, layer in layers.items()}
@@ -91,7 +94,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         except ConfigError as e:  # a pattern of the file's config finds nothing here
             raise CheckpointError(f"{path} does not fit the model: {e}") from e
         _require_same_layers(sites, layers, scales, path)
-        if not set(_fingerprint(model).items()) & set(fingerprint.items()):
+        if not same_weights(fingerprint(model), weights):
             raise CheckpointError(
                 f"{path} was made for other weights of this architecture; quantize this model instead"
             )
@@ -145,6 +148,28 @@ def _describe(site: Site) -> dict[str, Any]:
     }
 
 
+def _require_one_quantization(model: nn.Module, sites: list[Site], config: QuantConfig) -> None:
+    """Refuses what one configuration and the model's weights do not describe: the file has no more than these."""
+    for site in sites:
+        record = site.module.qvit_record
+        if record.config != config:
+            raise CheckpointError(
+                f"layer {site.name!r} was quantized with another configuration than {sites[0].name!r}, and a file "
+                "holds one; call qvit.restore(model), and quantize the whole model at once"
+            )
+        if not same_weights(record.fingerprint, fingerprint(site.module)):
+            raise CheckpointError(
+                f"the weights of layer {site.name!r} have changed since it was quantized, and its constants are those "
+                "of the old ones; call qvit.restore(model), and quantize it again"
+            )
+    for site in find_attention(model, config.exclude):
+        if site.adapter is not None and not site.is_swapped:
+            raise CheckpointError(
+                f"layer {site.name!r} is float, and qvit.load would look for it in the file; quantize the whole model, "
+                "or name the layer in QuantConfig.exclude"
+            )
+
+
 def _require_same_layers(
     sites: list[Site], layers: dict[str, dict[str, Any]], scales: dict[str, Scales], path: str | os.PathLike[str]
 ) -> None:
@@ -158,18 +183,3 @@ def _require_same_layers(
         found, expected = (scales[name].num_heads, scales[name].head_dim), (ours[name]["heads"], ours[name]["head_dim"])
         if found != expected:
             raise CheckpointError(f"{path} is damaged: the constants of {name!r} are for {found}, expected {expected}")
-
-
-def _fingerprint(model: nn.Module) -> dict[str, str]:
-    """SHA-256 of the names, shapes and values of the model's float weights, by the dtype they were rounded to."""
-    return {str(dtype).removeprefix("torch."): _digest(model, dtype) for dtype in _FINGERPRINT_DTYPES}
-
-
-def _digest(model: nn.Module, dtype: torch.dtype) -> str:
-    digest = hashlib.sha256()
-    for name, weight in model.state_dict().items():
-        if isinstance(weight, torch.Tensor) and weight.is_floating_point():
-            digest.update(f"{name}{tuple(weight.shape)}".encode())
-            rounded = weight.detach().to("cpu", dtype).contiguous()
-            digest.update(rounded.flatten().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from qvit.calibration import Calibration, calibrate_with_answers, logits_of
-from qvit.config import QuantConfig
+from qvit.config import QuantConfig, config_or_default
 from qvit.discovery import Site, plan_swap
 from qvit.errors import CalibrationError, ConfigError
+from qvit.fingerprint import fingerprint, same_weights
 from qvit.health import require_sqnr
 from qvit.patches import FOLDED
 from qvit.patches.base import QuantizedModule
@@ -54,18 +55,24 @@ def quantize(
         UnsupportedModuleError: The model is compiled, quantized, in training mode, has nothing to swap, or `strict`.
         CalibrationError: The loader gave nothing usable, the calibration belongs to another model, a layer is further
             away from float than the config allows, or gives NaN or Inf.
-        ConfigError: The config contradicts the calibration.
+        ConfigError: The config is none, or contradicts the calibration.
     """
+    made_before = isinstance(calib_loader, Calibration)
     with torch.inference_mode(False), torch.no_grad():
-        if isinstance(calib_loader, Calibration):
+        if made_before:
             calibration = calib_loader
             config = _agreeing_config(config, calibration.config)
             targets, answers = plan_swap(model, config, strict=strict), None
         else:
-            config = config or QuantConfig()
+            config = config_or_default(config)
             targets = plan_swap(model, config, strict=strict)
             calibration, answers = calibrate_with_answers(model, calib_loader, config)
         _require_same_layers(targets, calibration, config)
+        if made_before and not same_weights(calibration.fingerprint, fingerprint(model)):
+            raise CalibrationError(
+                "the calibration was made with other weights of this architecture, and its scales and SQNR are theirs; "
+                "calibrate this model"
+            )
         sqnr = {site.name: _measured(calibration, site.name, config) for site in targets}
         require_sqnr(sqnr, config)
         with all_or_nothing(model):
@@ -124,6 +131,7 @@ def record_agreement(targets: list[Site], agreement: float | None) -> None:
 def _agreeing_config(config: QuantConfig | None, calibrated: QuantConfig) -> QuantConfig:
     if config is None:
         return calibrated
+    config = config_or_default(config)
     for key in _FIXED_BY_CALIBRATION:
         ours, theirs = getattr(config, key), getattr(calibrated, key)
         if ours != theirs:

@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 import qvit
 from qvit.config import PRECISIONS
-from qvit.errors import ConfigError, UnsupportedModuleError
+from qvit.errors import ConfigError, QvitError, UnsupportedModuleError
 from qvit.evaluation import results
 from qvit.evaluation.results import MismatchError
 from qvit.evaluation.timing import Call, Measurement, Timing, TurnTimer
@@ -382,7 +382,7 @@ def enter(task: Task, subject: Subject, images: torch.Tensor, timer: TurnTimer) 
     try:
         outcome.peak_mib = measure_peak(subject.model, call)
         timer.add(f"{subject.method} {subject.precision}", [call], torch.inference_mode)
-    except RuntimeError as error:
+    except (RuntimeError, QvitError) as error:
         torch.cuda.synchronize()  # raises when the error has cost the device: then nothing else can be measured
         outcome.note = _note(FAILED, error)
     return outcome
@@ -421,7 +421,7 @@ def benchmark(args: argparse.Namespace, old: list[Row], machine: dict) -> list[R
     start = perf_counter()
     subjects, rows = prepare(args), old
     print(f"built and compared in {perf_counter() - start:.1f} s")
-    there = {row.key for row in old}
+    there = {row.key for row in old if not row.note.startswith(FAILED)}
     tasks = [t for t in plan_tasks(args.models, args.batches, args.modes) if not t.keys(subjects) <= there]
     turns = [args.rounds * len(task.subjects(subjects)) for task in tasks]
     with tqdm(total=sum(turns), unit=" turns") as bar:

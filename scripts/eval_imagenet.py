@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from qvit import QvitError
+from qvit import ConfigError, QvitError
 from qvit.evaluation.runner import (
     EvaluationOptions,
     argument_parser,
@@ -40,6 +40,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> dict:
     """Evaluate, print the table and write the JSON file."""
+    if args.output and not Path(args.output).resolve().parent.is_dir():  # known before the evaluation takes its time
+        raise ConfigError(f"cannot write the results to {args.output}: there is no such folder")
     changes = {"precision": args.precision, "arithmetic": args.arithmetic}
     options = EvaluationOptions(
         **shared_options(args),

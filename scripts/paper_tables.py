@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from qvit import reference
 from qvit.baselines import METHODS, Method
-from qvit.errors import BackendError, ConfigError
+from qvit.errors import BackendError, ConfigError, QvitError
 from qvit.evaluation import counters, results, studies
 from qvit.evaluation.cores import capture_cores
 from qvit.evaluation.published import FIGURES
@@ -243,7 +243,7 @@ def time_methods(
     for name, calls in timed_calls(session, workload, batch, kernels).items():
         try:
             timer.add(name, calls)
-        except RuntimeError as error:
+        except (RuntimeError, QvitError) as error:
             torch.cuda.synchronize()  # raises when the error has cost the device: then nothing else can be measured
             cells[name] = f"failed: {str(error).splitlines()[0]}"
     return cells | {name: measured.graph.median for name, measured in timer.run().items()}
@@ -305,12 +305,12 @@ def run_profiled(session: Session) -> None:
     for name in ACCURACY_WORKLOADS:
         operands = draw(WORKLOADS[name], COUNTED_BATCH, "uniform", session)
         for method in session.kernels.values():
-            call = method.prepare(*operands.arguments)
             try:
+                call = method.prepare(*operands.arguments)
                 for _ in range(3):
                     call()
                 calls.append(call)
-            except RuntimeError as error:
+            except (RuntimeError, QvitError) as error:
                 print(f"{method.title} on {name}: {error}", file=sys.stderr)
                 calls.append(None)
     counters.run_profiled(calls)

@@ -236,6 +236,23 @@ def test_a_run_is_resumed(on_cpu, tmp_path, monkeypatch) -> None:
     assert {row.mode for row in rows_in(on_cpu, tmp_path)} == {"compiled", "compiled graph"}
 
 
+def test_what_failed_is_measured_again(on_cpu, tmp_path, monkeypatch) -> None:
+    real = on_cpu.measure_peak
+
+    def fail_all(model, call):
+        swapped = any("qvit" in name for name, _ in model.named_buffers())
+        raise on_cpu.qvit.BackendError("no bits") if swapped else RuntimeError("no memory")
+
+    monkeypatch.setattr(on_cpu, "measure_peak", fail_all)
+    assert run(on_cpu, tmp_path, *DEIT, "--modes", "eager") == 1
+    notes = {row.precision: row.note for row in rows_in(on_cpu, tmp_path)}
+    failed = "failed: no memory"
+    assert notes == {"float32": failed, "float16": failed, "standard": "failed: no bits"}
+    monkeypatch.setattr(on_cpu, "measure_peak", real)
+    assert run(on_cpu, tmp_path, *DEIT, "--modes", "eager", "--resume") == 0
+    assert all(row.ms and not row.note for row in rows_in(on_cpu, tmp_path))
+
+
 def test_a_lean_model_is_compiled_without_reuse_of_buffers(script, monkeypatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, **kwargs: kwargs)
     assert script.compile_model(None, "compiled") == {"dynamic": False}

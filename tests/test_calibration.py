@@ -1,7 +1,10 @@
 """Calibration: batches of any structure, ranges where the core reads, clipping, the SQNR, and the JSON file."""
 
+import copy
 import dataclasses
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import timm
@@ -9,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import qvit
-from qvit.calibration import BINS, least_mse_fraction, percentile_fraction
+from qvit.calibration import BINS, least_mse_fraction, observe_cores, percentile_fraction
+from qvit.discovery import plan_swap
 from qvit.errors import CalibrationError
 from qvit.scales import Ranges, build_scales
 
@@ -160,12 +164,28 @@ def test_clipping_only_raises_multipliers(vit, method, granularity):
                 torch.testing.assert_close(per_head, per_head[:1].expand(3), rtol=1e-2, atol=0)
 
 
+def test_a_loader_that_does_not_know_its_length(vit):
+    class Endless:
+        def __iter__(self):
+            return iter([IMAGES])
+
+        def __len__(self):
+            raise NotImplementedError
+
+    assert same_scales(qvit.calibrate(vit, Endless()), qvit.calibrate(vit, [IMAGES]))
+
+
+def test_a_file_that_cannot_be_written(vit, tmp_path):
+    with pytest.raises(CalibrationError, match="cannot write the calibration"):
+        qvit.calibrate(vit, [IMAGES]).save(tmp_path / "no" / "folder.json")
+
+
 def test_json_round_trip_is_exact(vit, tmp_path):
     found = qvit.calibrate(vit, [IMAGES], config("mse", precision="high", exclude=("blocks.0.*",)))
     found.save(tmp_path / "c.json")
     again = qvit.Calibration.load(tmp_path / "c.json")
     assert same_scales(found, again)
-    assert (again.config, again.sqnr) == (found.config, found.sqnr)
+    assert (again.config, again.sqnr, again.fingerprint) == (found.config, found.sqnr, found.fingerprint)
     assert list(again.layers) == ["blocks.1.attn"]
 
 
@@ -184,6 +204,8 @@ def broken(document, **changes):
         (lambda d: json.dumps(broken(d, layers=[1])), "damaged"),
         (lambda d: json.dumps(broken(d, config={"precision": "x"})), "precision"),
         (lambda d: json.dumps({k: v for k, v in d.items() if k != "sqnr"}), "sqnr"),
+        (lambda d: json.dumps({k: v for k, v in d.items() if k != "fingerprint"}), "fingerprint"),
+        (lambda d: json.dumps(broken(d, fingerprint="abc")), "damaged"),
     ],
 )
 def test_damaged_json(vit, tmp_path, change, words):
@@ -197,6 +219,61 @@ def test_damaged_json(vit, tmp_path, change, words):
 def test_missing_json(tmp_path):
     with pytest.raises(CalibrationError, match="nothing.json"):
         qvit.Calibration.load(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize("part", ["blocks.0.attn.qkv.weight", "patch_embed.proj.weight"])
+def test_a_calibration_of_other_weights_is_refused(vit, part):
+    found = qvit.calibrate(vit, [IMAGES])
+    twin, other = copy.deepcopy(vit).half(), copy.deepcopy(vit)
+    other.get_parameter(part).data.mul_(1.5)
+    kinds = [type(m) for m in other.modules()]
+    with pytest.raises(CalibrationError, match="other weights of this architecture"):
+        qvit.quantize(other, found)
+    assert [type(m) for m in other.modules()] == kinds
+    assert qvit.report(qvit.quantize(twin, found)).swapped == 2  # a copy of another type is no other model
+
+
+@pytest.mark.parametrize("method", ["absmax", "percentile", "mse"])
+@pytest.mark.parametrize("part", range(3), ids="qkv")
+def test_a_dead_head_beside_live_ones(method, part):
+    """Its magnitudes have no range of their own to be a part of."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=48, num_classes=5).eval()
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight.mul_(3)
+        model.blocks[0].attn.qkv.weight[192 * part : 192 * part + 64] = 0
+        model.blocks[0].attn.qkv.bias[192 * part : 192 * part + 64] = 0
+    found = qvit.calibrate(model, [IMAGES], config(method, granularity="head"))
+    assert found.sqnr["blocks.0.attn"] > 25
+
+
+def test_observers_take_turns_where_replicas_run_in_threads(vit):
+    """As under nn.DataParallel; an update that another thread interrupts would lose a batch."""
+
+    class Counter:
+        def __init__(self):
+            self.count = 0
+
+        def __call__(self, core):
+            before = self.count
+            time.sleep(0.002)
+            self.count = before + 1
+
+    class Replicas(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = vit
+
+        def forward(self, x):
+            with ThreadPoolExecutor(4) as pool:
+                return list(pool.map(self.inner, [x] * 8))
+
+    model = Replicas()
+    targets = plan_swap(model.eval(), config())
+    observers = {site.name: Counter() for site in targets}
+    with torch.no_grad():
+        observe_cores(model, [IMAGES[:1]], targets, observers)
+    assert [observer.count for observer in observers.values()] == [8, 8]
 
 
 def test_progress_bar(vit, capsys):

@@ -211,6 +211,19 @@ def test_a_pickled_checkpoint(script, tiny, tmp_path, wrapped: bool) -> None:
     assert script.main([*tiny, "--checkpoint", str(tmp_path / "tiny.pth")]) == 0
 
 
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_checkpoint_without_metadata_has_the_classes_of_its_weights(script, tiny, tmp_path, suffix) -> None:
+    """Of any fine-tuned model, with a configuration that says nothing of classes."""
+    (tmp_path / "tiny.yaml").write_text(f"model: deit_tiny_patch16_224\nkwargs: {json.dumps(TINY)}\n")
+    data = make_folder(tmp_path / "three", ("ant", "bee", "cat"))
+    path = make_checkpoint(tmp_path / "three.safetensors", 3)
+    if suffix == ".pth":
+        from safetensors.torch import load_file
+
+        torch.save(load_file(path), path := tmp_path / "three.pth")
+    assert script.main([*tiny, "--data", str(data), "--checkpoint", str(path)]) == 0
+
+
 class Payload:
     pass
 
@@ -253,12 +266,19 @@ def test_no_gpu_is_said(script, tiny, capsys, monkeypatch) -> None:
     assert "--device cpu" in refused(script, capsys, [*tiny, "--device", "cuda"])
 
 
-@pytest.mark.parametrize("option, value", [("--limit", "0"), ("--batch-size", "-1"), ("--workers", "-1")])
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        *(("--limit", "0"), ("--batch-size", "-1"), ("--workers", "-1"), ("--device", "tpu")),
+        *(("--max-drop", "nan"), ("--max-drop", "inf"), ("--min-sqnr", "nan")),
+    ],
+)
 def test_options_out_of_range(script, tiny, capsys, option, value) -> None:
     assert value in refused(script, capsys, [*tiny, option, value])
 
 
-def test_an_unwritable_output(script, tiny, tmp_path, capsys) -> None:
+def test_an_unwritable_output_is_known_before_the_evaluation(script, tiny, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(script, "run_evaluation", lambda *_: pytest.fail("evaluated"))
     assert "cannot write" in refused(script, capsys, [*tiny, "--output", str(tmp_path / "no" / "x.json")])
 
 

@@ -5,6 +5,7 @@ else takes an image that they divide. The float host alone decides: see `pads`.
 """
 
 import copy
+import dataclasses
 import pickle
 from functools import cache
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock
 
 import qvit
+from qvit.fingerprint import fingerprint
 from qvit.patches import FOLDED
 from qvit.patches.windows import FoldedBlock
 from qvit.windows import plan_windows
@@ -110,6 +112,11 @@ def same(a, b):
     otherwise, and some of their integers are then neighbours. The operator's own bits are held in test_windows.py.
     """
     return bool((a - b).norm() <= 0.01 * b.norm()) if CUDA else torch.equal(a, b)
+
+
+def with_weights_of(calibration, model):
+    """The same scales, passed off as those of a model with other weights."""
+    return dataclasses.replace(calibration, fingerprint=fingerprint(model))
 
 
 @torch.no_grad()
@@ -286,7 +293,7 @@ def test_another_input_size_finds_its_windows(family, monkeypatch):
     assert blocks(model)[0].attn.qvit_bias.shape[-1] == window**2
     result = model(y)
     assert same(result, moved(model, y)) and 0 < (result - floats).norm() / floats.norm() < 0.1
-    assert torch.equal(result, qvit.quantize(other, calibration)(y))
+    assert torch.equal(result, qvit.quantize(other, with_weights_of(calibration, other))(y))
     block = blocks(model)[1]
     x = normal(1, *block.qvit_image[0], 32)
     resize = lambda: block.set_input_size(tuple(x.shape[1:3]), window_size=(window, window))  # noqa: E731
@@ -312,7 +319,7 @@ def test_the_bias_is_never_stale(family):
         if any(source in name for source in BIAS_SOURCES):
             parameter.copy_(torch.randn(parameter.shape))
     changed = other.state_dict()
-    before, expected = model(x), qvit.quantize(other, calibration)(x)
+    before, expected = model(x), qvit.quantize(other, with_weights_of(calibration, other))(x)
     addresses = [block.attn.qvit_image_bias.data_ptr() for block in blocks(model)]
     assert not torch.equal(before, expected)
     model.load_state_dict(changed)
@@ -383,9 +390,11 @@ def test_who_touches_the_attention_gets_moved_windows(family):
     for part in (attn, attn.proj, *[attn.qkv] * (family != "swin_v2")):  # that one's host never calls it
         shapes.clear()
         hook = part.register_forward_hook(note)
+        assert [row.layout for row in qvit.report(model).rows if "blocks.1" in row.name][0] == "windows"
         model(x)
         hook.remove()
         assert len(shapes) == 1 and len(shapes[0]) == 3, part
+        assert {row.layout for row in qvit.report(model).rows} == {"image"}
     hook = torch.nn.modules.module.register_module_forward_hook(
         lambda module, args, out: shapes.append("attention") if module is attn else None
     )

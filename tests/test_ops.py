@@ -178,3 +178,21 @@ def test_autocast_changes_nothing():
     with torch.autocast("cpu", torch.bfloat16):
         inside = attention(q, k, v, scales)
     assert torch.equal(inside, attention(q, k, v, scales))
+
+
+@pytest.mark.parametrize("precision", ["standard", "high"])
+def test_an_int8_output_without_bits_is_refused(precision):
+    """Flat attention over many keys is small beside V: at 2048 tokens a bit is left to round by, at 4096 none."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 4096, 64) * torch.tensor([0.1, 1.0, 1.0]).view(3, 1, 1, 1, 1)
+    scales = Scales.from_tensors(q, k, v)
+    assert scales.o_ratio_bits == 24  # the least: the output's scale is 1/64 of V's
+    with pytest.raises(BackendError, match="int8 output of 4096 tokens.* up to 64 times .* floating out_dtype"):
+        attention(q, k, v, scales, out_dtype=torch.int8, precision=precision)
+    q8 = torch.zeros(1, 1, 4096, 64, dtype=torch.int8)
+    with pytest.raises(BackendError, match="int8 output of 4096 tokens"):
+        attention(q8, q8, q8, scales, precision=precision)
+    q, k, v = (x[:, :, :2048] for x in (q, k, v))
+    found = attention(q, k, v, scales, out_dtype=torch.int8, precision=precision).float() * scales.o_scale
+    assert sqnr(exact(q, k, v), found) > 35
+    assert attention(q8, q8, q8, scales, out_dtype=torch.float32, precision=precision).isfinite().all()

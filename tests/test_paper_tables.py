@@ -256,7 +256,7 @@ def test_calls_are_profiled_one_behind_the_other(small, tmp_path, monkeypatch, c
         def call():
             log.append(name)
             if fails:
-                raise RuntimeError("no such instruction")
+                raise BackendError("no such instruction")
 
         return lambda *operands: call
 
@@ -298,14 +298,17 @@ def test_a_profile_has_parts_weighted_by_time(monkeypatch):
         counters.read_profile("")
 
 
-def test_a_profile_of_some_calls_only_is_a_reason(monkeypatch):
+@pytest.mark.parametrize(("status", "calls", "words"), [(0, 3, None), (0, 4, "3 of 4 calls"), (1, 3, "status 1: lost")])
+def test_a_profile_that_lacks_calls_or_was_broken_off_is_a_reason(status, calls, words, monkeypatch):
     text = PROFILE.format(imma=counters.TENSOR_METRICS["IMMA %"][0], hmma=counters.TENSOR_METRICS["HMMA %"][0])
-    run = subprocess.CompletedProcess([], 1, stdout=text, stderr="out of memory")
+    run = subprocess.CompletedProcess([], status, stdout=text, stderr="lost the device")
     monkeypatch.setattr(counters.shutil, "which", lambda name: "ncu")
     monkeypatch.setattr(counters.subprocess, "run", lambda *arguments, **options: run)
-    assert len(counters.profile(["true"], 3)) == 3
-    with pytest.raises(BackendError, match="ncu saw 3 of 4 calls: out of memory"):
-        counters.profile(["true"], 4)
+    if words is None:
+        assert len(counters.profile(["true"], calls)) == 3
+    else:
+        with pytest.raises(BackendError, match=words):
+            counters.profile(["true"], calls)
 
 
 def test_a_profile_that_hangs_is_a_reason(monkeypatch):

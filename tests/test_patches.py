@@ -267,7 +267,12 @@ def test_training_and_gradients_are_refused():
     with torch.enable_grad():
         with pytest.raises(UnsupportedModuleError, match="no_grad"):
             quant(x.clone().requires_grad_())
-        quant(x)  # no gradient is asked for
+        with pytest.raises(UnsupportedModuleError, match="a weight before its core requires one.*no_grad"):
+            quant(x)
+        quant.requires_grad_(False)
+        quant.proj.requires_grad_(True)
+        quant(x).sum().backward()  # behind the core there are gradients
+        assert quant.proj.weight.grad.any()
     quant(x.clone().requires_grad_())
     quant.train()
     with pytest.raises(UnsupportedModuleError, match="eval"):

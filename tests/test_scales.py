@@ -5,10 +5,26 @@ import math
 import pytest
 import torch
 
-from qvit import BackendError, CalibrationError, Scales
+from qvit import BackendError, CalibrationError, ConfigError, Scales
 from qvit import scales as S
 
 SHAPE = (2, 3, 50, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"granularity": "heads"}, "granularity must be one of .*'tensor', 'head'.* found 'heads'"),
+        ({"softmax_scale": 0.0}, "softmax_scale must be positive and finite, found 0.0"),
+        ({"softmax_scale": -1.0}, "softmax_scale must be positive"),
+    ],
+    ids=["granularity", "zero", "negative"],
+)
+def test_arguments_that_do_not_fit(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        Scales.from_tensors(*torch.randn(3, 1, 2, 5, 8), **arguments)
+    with pytest.raises(ConfigError, match=r"one shape \(B, H, N, D\), found \(2, 5, 8\)"):
+        Scales.from_tensors(*torch.randn(3, 2, 5, 8))
 
 
 def ranges(q, k, v):

@@ -97,6 +97,48 @@ def test_save_where_nothing_can_be_written(tmp_path):
         qvit.save(qvit.quantize(make(), [IMAGES]), tmp_path / "no" / "folder.safetensors")
 
 
+@torch.no_grad()
+def test_a_compiled_model_is_saved_by_its_own_names(tmp_path):
+    model = qvit.quantize(make(), [IMAGES])
+    qvit.save(torch.compile(model, backend="eager"), tmp_path / "q")
+    assert torch.equal(
+        qvit.load(make(), tmp_path / "q").blocks[0].attn.qvit_constants, model.blocks[0].attn.qvit_constants
+    )
+
+
+def assert_not_saved(model, path, words):
+    with pytest.raises(CheckpointError, match=words):
+        qvit.save(model, path)
+    assert not path.exists()
+
+
+def test_save_of_several_configurations(tmp_path):
+    """A file has one configuration; before, the others' layers came back with the first one's."""
+    model = make()
+    qvit.quantize(model.blocks[0], [torch.randn(1, 10, 48)], qvit.QuantConfig(precision="high"))
+    qvit.quantize(model.blocks[1], [torch.randn(1, 10, 48)])
+    assert_not_saved(
+        model, tmp_path / "q", "'blocks.1.attn' was quantized with another configuration than 'blocks.0.attn'"
+    )
+
+
+def test_save_of_a_model_that_is_float_in_part(tmp_path):
+    model = qvit.quantize(make(), [IMAGES])
+    qvit.restore(model.blocks[1])
+    assert_not_saved(model, tmp_path / "q", "'blocks.1.attn' is float.*QuantConfig.exclude")
+    excluded = qvit.quantize(make(), [IMAGES], qvit.QuantConfig(exclude=("blocks.1.*",)))
+    qvit.save(excluded, tmp_path / "q")
+    qvit.load(make(), tmp_path / "q")
+
+
+@pytest.mark.parametrize("architecture", ["vit_tiny_patch16_224", SWIN])
+def test_save_of_weights_that_were_not_quantized(tmp_path, architecture):
+    model = qvit.quantize(make(architecture), [IMAGES])
+    qvit.save(model.half().float(), tmp_path / "rounded")  # the weights that were quantized, all the same
+    model.load_state_dict(make(architecture, seed=1).state_dict())
+    assert_not_saved(model, tmp_path / "q", "weights of layer .* have changed since it was quantized")
+
+
 def assert_refused(model, path, words, error=CheckpointError):
     kinds = [type(m) for m in model.modules()]
     names = [sorted(vars(m)) for m in model.modules()]

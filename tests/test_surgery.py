@@ -6,6 +6,8 @@ Accuracy is judged at the outputs of the attention modules, with the float model
 import copy
 import math
 import pickle
+import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import qvit
 from qvit.discovery import find_attention
-from qvit.errors import UnsupportedModuleError
+from qvit.errors import BackendError, ConfigError, UnsupportedModuleError
 from qvit.patches import ADAPTERS
 
 SMALL = {"img_size": 48, "embed_dim": 48, "num_classes": 5}
@@ -287,6 +289,7 @@ LEFT = {
         "ClassAttention": "class_attention",
     },
     "resnest14d": {"SplitAttn": "no_token_softmax"},
+    "shvit_s1": {"SHSA": "not_in_registry"},
 }
 
 
@@ -417,6 +420,51 @@ def test_report_of_a_quantized_model():
     assert lines[5].endswith("pooling_head")
     assert lines[1].index("reason") == lines[5].index("pooling_head") == lines[4].index("excluded_by_config")
     assert report.to_dict()["rows"][2]["reason"] == "pooling_head"
+
+
+def test_the_report_of_parts_that_were_quantized_one_by_one():
+    """No figure of one part is passed off as that of all, and what any part left out has its reason."""
+    vit = create("vit")
+    model = nn.ModuleList([vit, copy.deepcopy(vit)]).eval()
+    for part, config in zip(model, (qvit.QuantConfig(), qvit.QuantConfig(exclude=("blocks.1.*",)))):
+        qvit.quantize(part, [torch.randn(64, 3, 48, 48)], config)
+        assert qvit.report(part).agreement is not None
+    model[0].blocks[0].attn.qvit_record = replace(model[0].blocks[0].attn.qvit_record, agreement=1.0)
+    assert qvit.report(model).agreement is None
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "swin_v2"])
+def test_other_weights_in_a_quantized_model_are_heard(name):
+    """Their scales are of the weights before, and so were the figures of the report."""
+    model = create(name)
+    weights, x = copy.deepcopy(model.state_dict()), images(model)
+    qvit.quantize(model, [x])
+    expected, figures = model(x), [row.sqnr_db for row in qvit.report(model).rows]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(weights)
+        assert torch.equal(model(x), expected)
+        model.half().load_state_dict(weights)  # rounded, they are the same
+    assert [row.sqnr_db for row in qvit.report(model).rows] == figures
+    with pytest.warns(UserWarning, match="other weights were loaded into a quantized .* qvit.restore"):
+        model.load_state_dict({key: 2 * value if "qkv" in key else value for key, value in weights.items()})
+    assert {row.sqnr_db for row in qvit.report(model).rows} == {None}
+    hooks = [module._load_state_dict_post_hooks for module in qvit.restore(model).modules()]
+    assert not any(hooks)
+
+
+def test_wrong_arguments_say_what_was_expected():
+    model = create("vit")
+    for config in ({"precision": "high"}, "high", qvit.CalibrationConfig()):
+        for call in (qvit.quantize, qvit.calibrate):
+            with pytest.raises(ConfigError, match=f"config must be a QuantConfig, found {type(config).__name__}"):
+                call(model, [images(model)], config)
+    calibration = qvit.calibrate(model, [images(model)])
+    with pytest.raises(ConfigError, match="must be a QuantConfig"):
+        qvit.quantize(model, calibration, {"precision": "high"})
+    with pytest.raises(BackendError, match="must be a qvit.Scales, found Calibration"):
+        qvit.attention(*torch.randn(3, 1, 3, 5, 16), calibration)
+    assert qvit.report(model).swapped == 0
 
 
 def test_report_of_a_float_model():

@@ -273,10 +273,11 @@ def test_q_k_v_apart_give_the_packed_bits(backend, poisoned):
         ({"pad": torch.zeros(3, 2, 8)}, "pad must be"),
         ({"bias": torch.zeros(3, 49, 49, device=DEVICE)}, "bias of shape"),
         ({"window": (32, 32)}, "the most is"),
-        ({"window": 7}, "two integers each"),
+        ({"window": 7}, "window must be two integers, height and width; found 7"),
+        ({"shift": (1, 2, 3)}, "shift must be two integers"),
         ({"bias": torch.zeros(2, 49, 49, dtype=torch.bool)}, "must be a float tensor"),
     ],
-    ids=["window", "shift", "pad", "bias", "too_large", "one_number", "bool_bias"],
+    ids=["window", "shift", "pad", "bias", "too_large", "one_number", "three_numbers", "bool_bias"],
 )
 def test_what_does_not_fit_is_refused(change, message):
     qkv, _, _, scales = operands((14, 14, (7, 7), (3, 3)))

@@ -148,14 +148,16 @@ def profile(command: Sequence[str], actions: int, timeout: float = 300) -> list[
     if ncu is None:
         raise BackendError("no ncu")
     metrics = ",".join([*(name for names in TENSOR_METRICS.values() for name in names), _DURATION])
-    options = ["--csv", "--page", "raw", "--clock-control", "none", "--profile-from-start", "off", "--metrics", metrics]
+    options = ["--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none", "--metrics", metrics]
+    options += ["--profile-from-start", "off"]
     try:
         run = subprocess.run([ncu, *options, *command], capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         raise BackendError(f"ncu took more than {timeout:g} s") from error
     counted = read_profile(run.stdout)
-    if len(counted) != actions:
-        raise BackendError(f"ncu saw {len(counted)} of {actions} calls: {run.stderr.strip()[-200:]}")
+    if run.returncode or len(counted) != actions:
+        end = run.stderr.strip()[-200:]
+        raise BackendError(f"ncu saw {len(counted)} of {actions} calls, exit status {run.returncode}: {end}")
     return counted
 
 

@@ -91,9 +91,22 @@ def build_model(config: ModelConfig, checkpoint: Checkpoint | None) -> nn.Module
         )
     kwargs = {**config.kwargs, **(checkpoint.kwargs if checkpoint else {})}
     try:
+        if checkpoint is not None and "num_classes" not in kwargs:
+            kwargs |= _classes_of(config.model, checkpoint)
         return timm.create_model(config.model, pretrained=False, **kwargs).eval()
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"timm cannot build {config.model} with {kwargs}: {error}") from error
+
+
+def _classes_of(name: str, checkpoint: Checkpoint) -> dict[str, int]:
+    """`num_classes` by the weights of timm's classifier for this model, where the checkpoint has them."""
+    import timm
+
+    known = timm.get_pretrained_cfg(name)
+    classifier = known.classifier if known is not None else None
+    first = classifier[0] if isinstance(classifier, (tuple, list)) else classifier
+    weight = checkpoint.state.get(f"{first}.weight")
+    return {} if weight is None else {"num_classes": len(weight)}
 
 
 def load_weights(model: nn.Module, config: ModelConfig, checkpoint: Checkpoint | None) -> nn.Module:

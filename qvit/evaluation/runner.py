@@ -96,6 +96,12 @@ class EvaluationOptions:
                 raise ConfigError(f"{key} must be at least 1, not {value}")
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"workers must not be negative, not {self.workers}")
+        for key in ("max_drop", "min_sqnr"):
+            value = getattr(self, key)
+            if value is not None and not isfinite(value):
+                raise ConfigError(f"{key} must be a finite number, not {value}")
+        if self.device.split(":")[0] not in ("cpu", "cuda"):
+            raise ConfigError(f"device must be cpu or cuda, not {self.device}")
         if self.device.split(":")[0] == "cuda" and not torch.cuda.is_available():
             raise BackendError("--device cuda, but torch sees no CUDA device here: use --device cpu")
 
