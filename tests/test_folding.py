@@ -443,6 +443,27 @@ def test_who_touches_a_compiled_attention_gets_moved_windows(family):
         compiled(x)
 
 
+class Packed(torch.nn.Module):
+    """A linear layer whose weight is no tensor of that name, as torch's dynamic quantization leaves it."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.call, self.weight = linear.forward, lambda: linear.weight
+
+    def forward(self, x):
+        return self.call(x)
+
+
+@torch.no_grad()
+def test_linear_layers_of_another_kind_beside_integer_attention():
+    model = create()
+    x = images(model)
+    expected = qvit.quantize(model, [x])(x)
+    for attn in [block.attn for block in blocks(model)]:
+        attn.qkv, attn.proj = Packed(attn.qkv), Packed(attn.proj)
+    assert same(model.eval()(x), expected)
+
+
 @torch.no_grad()
 def test_an_attention_of_two_blocks_reads_the_image_for_one():
     model = create()
