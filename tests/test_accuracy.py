@@ -120,6 +120,15 @@ def test_a_poor_but_trained_model_passes_the_label_check() -> None:
     assert evaluate({"float": Fixed(logits_for(classes, 200))}, loader(labels, 100), "cpu")["float"].top1 == 10
 
 
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_few_classes_are_told_from_a_guess(count: int) -> None:
+    classes = torch.arange(1200) % count
+    evaluate({"float": Fixed(logits_for(classes, count))}, loader(classes, 100), "cpu")
+    guessed = (torch.arange(1200) // count) % count  # right by chance
+    with pytest.raises(DataError, match="another order"):
+        evaluate({"float": Fixed(logits_for(classes, count))}, loader(guessed, 100), "cpu")
+
+
 @pytest.mark.parametrize(
     "lost, won, count, max_drop, passed",
     [

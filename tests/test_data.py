@@ -534,6 +534,11 @@ def test_a_stream_of_the_wrong_size_is_refused(imagenet_wnids) -> None:
         check_source(source, 1000, limited=False)
 
 
+def test_a_class_called_train_is_no_training_split(tmp_path: Path) -> None:
+    image_folder(tmp_path, ["apple", "bicycle", "train"])
+    assert training_sibling(str(tmp_path)) is None
+
+
 def test_hub_data_calibrates_on_its_streamed_training_split(hub) -> None:
     source = training_sibling("owner/name")
     assert (hub[-1]["split"], source.streaming) == ("train", True)

@@ -269,12 +269,42 @@ def test_no_gpu_is_said(script, tiny, capsys, monkeypatch) -> None:
 @pytest.mark.parametrize(
     "option, value",
     [
-        *(("--limit", "0"), ("--batch-size", "-1"), ("--workers", "-1"), ("--device", "tpu")),
+        *(("--limit", "0"), ("--batch-size", "-1"), ("--workers", "-1"), ("--device", "tpu"), ("--device", "cpu:0")),
         *(("--max-drop", "nan"), ("--max-drop", "inf"), ("--min-sqnr", "nan")),
     ],
 )
 def test_options_out_of_range(script, tiny, capsys, option, value) -> None:
     assert value in refused(script, capsys, [*tiny, option, value])
+
+
+@pytest.mark.parametrize("spelling", ["{}/", "{}/../{name}", "{}"])
+def test_pictures_that_calibrate_are_left_out_however_they_are_named(script, tiny, tmp_path, spelling) -> None:
+    data, output = tmp_path / "data", tmp_path / "results.json"
+    calib = spelling.format(data, name=data.name)
+    assert script.main([*tiny, "--calib", calib, "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert (report["data"]["pictures"], report["calibration"]["left_out_of_the_evaluation"]) == (18, True)
+
+
+def test_calibration_pictures_of_which_none_can_be_read(script, tiny, tmp_path, capsys) -> None:
+    calib = make_folder(tmp_path / "calib")
+    for path in calib.rglob("*.png"):
+        path.write_bytes(b"")
+    assert "no picture of" in refused(script, capsys, [*tiny, "--calib", str(calib)])
+
+
+def test_a_stream_that_says_its_length_has_to_give_as_many() -> None:
+    class Stream:
+        def __init__(self, count):
+            self.count = count
+
+        def __len__(self):
+            if self.count is None:
+                raise TypeError
+            return self.count
+
+    expected = {(100, None): 100, (100, 30): 30, (100, 300): 100, (None, 30): 30, (None, None): None}
+    assert {(n, limit): runner._streamed(Stream(n), limit) for n, limit in expected} == expected
 
 
 def test_an_unwritable_output_is_known_before_the_evaluation(script, tiny, tmp_path, capsys, monkeypatch) -> None:

@@ -267,7 +267,7 @@ def test_calls_are_profiled_one_behind_the_other(small, tmp_path, monkeypatch, c
     monkeypatch.setattr(torch.cuda.profiler, "start", log.clear)
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: log.append("stop"))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("mark"))
-    assert measure(small, tmp_path, "--profiled", "--methods", "i_bert", "qflash", "qvit_high") == 0
+    assert measure(small, tmp_path, "--tables", "2", "--profiled", "--methods", "i_bert", "qflash", "qvit_high") == 0
     assert log == ["mark", "mark", "qvit_high"] * 2 + ["stop"]
     assert capsys.readouterr().err.count("no such instruction") == 2
 
@@ -375,6 +375,9 @@ def test_a_method_that_refuses_says_so(small, tmp_path, monkeypatch):
     [
         (["--tables", "6"], "invalid choice"),
         (["--methods", "nothing"], "invalid choice"),
+        (["--tables", "fig3", "--methods", "qflash"], "are to i_vit: name it in --methods"),
+        (["--tables", "3", "--methods", "qflash"], "are to flash_attention_2: name it in --methods"),
+        (["--device", "cuda:1"], "cpu or cuda"),
         (["--device", "cuda"], "use --device cpu"),
         (["--device", "tpu"], "cpu or cuda"),
         (["--max-samples", "0"], "at least 1"),
@@ -431,6 +434,10 @@ def test_the_recorded_page_is_of_the_recorded_files(script):
 def test_the_recorded_tables_show_what_they_have_to(script):
     rows = rows_of(script, script.RESULTS, "4")
     script.check_floors(rows.values())
+    for worse in (float("nan"), 20.0):
+        key = ("A2 uniform", "qvit_high", script.MEDIAN)
+        with pytest.raises(script.MismatchError, match="qvit_high on A2 uniform"):
+            script.check_floors([dataclasses.replace(rows[key], value=worse)])
     assert abs(rows["A2 uniform", "qflash", "SQNR dB"].value - 32.50) < 0.5
     assert abs(rows["A2 uniform", "int_flash_half", "SQNR dB"].value - 38.19) < 0.5
     assert rows["A2 uniform", "qflash_text", "SQNR dB"].value < rows["A2 uniform", "qflash", "SQNR dB"].value

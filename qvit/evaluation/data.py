@@ -369,7 +369,9 @@ def training_sibling(spec: str) -> Source | None:
     if _split_of(Path(path.name)) == "val" and (path.parent / "train").is_dir():
         return open_source(str(path.parent / "train"))
     tables = _table_files(path)
-    if any(_split_of(p.relative_to(path)) == "train" for p in tables) or (not tables and (path / "train").is_dir()):
+    # A folder of pictures may be that of a class called train: only beside the other split is it one.
+    folders = set() if tables else {_SPLIT_WORDS.get(name.lower()) for name in _subfolders(path)}
+    if any(_split_of(p.relative_to(path)) == "train" for p in tables) or {"train", "val"} <= folders:
         return _open_local(path, "train")
     return None
 

@@ -100,7 +100,7 @@ class EvaluationOptions:
             value = getattr(self, key)
             if value is not None and not isfinite(value):
                 raise ConfigError(f"{key} must be a finite number, not {value}")
-        if self.device.split(":")[0] not in ("cpu", "cuda"):
+        if self.device != "cpu" and self.device.split(":")[0] != "cuda":
             raise ConfigError(f"device must be cpu or cuda, not {self.device}")
         if self.device.split(":")[0] == "cuda" and not torch.cuda.is_available():
             raise BackendError("--device cuda, but torch sees no CUDA device here: use --device cpu")
@@ -165,6 +165,8 @@ def run_evaluation(options: EvaluationOptions, config_folder: Path) -> dict:
     split = _split(source, options, config.data.source, pictures)
     calibration_loader = _calibration_loader(split, transform, options.strict_data)
     calibration = list(first_pictures(calibration_loader, split.description["pictures"]))
+    if not calibration:
+        raise DataError(f"no picture of {split.calibration.name} could be read, so that nothing calibrates the model")
     model = load_weights(model, config, checkpoint)
     shapes = _shapes(model, calibration)
     models, reports = _models(model, quantizations, calibration, options.device, config.expected_swapped)
@@ -182,7 +184,7 @@ def run_evaluation(options: EvaluationOptions, config_folder: Path) -> dict:
         strict=options.strict_data,
     )
     baseline = floats[-1]
-    total = options.limit if split.indices is None else len(split.indices)
+    total = _streamed(source, options.limit) if split.indices is None else len(split.indices)
     batches = first_pictures(loader, options.limit)
     results = evaluate(models, batches, options.device, baseline=baseline, total=total)
     count = results[baseline].count
@@ -292,11 +294,27 @@ class _Split:
     description: dict
 
 
+def _streamed(source: Source, limit: int | None) -> int | None:
+    """How many pictures a stream has to give, as far as that is known."""
+    try:
+        return min(len(source), limit or len(source))
+    except TypeError:
+        return limit
+
+
+def _same(a: str, b: str) -> bool:
+    """Whether two names are of one source, however a path is spelt."""
+    paths = [Path(x).expanduser() for x in (a, b)]
+    return a == b or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
+
+
 def _split(source: Source, options: EvaluationOptions, spec: str, wanted: int) -> _Split:
-    if options.calib is not None and options.calib != spec:
-        calibration = training_sibling(options.calib) or open_source(options.calib)
+    if options.calib is None:
+        calibration = training_sibling(spec)
+    elif _same(options.calib, spec):
+        calibration = None
     else:
-        calibration = None if options.calib == spec else training_sibling(spec)
+        calibration = training_sibling(options.calib) or open_source(options.calib)
     streamed = isinstance(source, HubSource) and source.streaming
     evaluated = None if streamed else np.arange(len(source))
     held_out = calibration is None
