@@ -222,7 +222,8 @@ def attention(
     """softmax(scale * q k^T + bias) v in integers, with static scales.
 
     Args:
-        q, k, v: (B, H, N, D), float16, bfloat16 or float32, or int8 quantized with ``scales``; any strides, D <= 128.
+        q, k, v: (B, H, N, D), float16, bfloat16 or float32, or int8 quantized with ``scales``, from -127 to 127 (-128
+            would leave the sums' range); any strides, D <= 128.
         scales: :class:`qvit.Scales`, calibrated or from :meth:`qvit.Scales.from_tensors`.
         bias: Additive bias in natural-log units, broadcastable to (B, H, N, N). -inf masks a key.
         mask: As in scaled_dot_product_attention: bool (True takes part) or additive float, broadcastable likewise. A
@@ -272,7 +273,7 @@ def window_attention(
     Args:
         qkv: The packed projection, (B, height, width, 3, H, D); or a tuple of q, k and v, each (B, height, width, H,
             D), where these no longer lie side by side, as after a normalisation. float16, bfloat16, float32, or int8
-            quantized with ``scales``; any strides, D <= 128.
+            quantized with ``scales``, from -127 to 127; any strides, D <= 128.
         scales: :class:`qvit.Scales`.
         window: Height and width of a window, at most 320 tokens.
         shift: How far the image is rolled up and left before it is cut.

@@ -85,6 +85,21 @@ def test_the_kernel_fits_the_operands(tokens, head_dim, bias, hopper, row, expec
     launch._kind.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("capability", "tokens", "head_dim", "expected"),
+    [
+        ((8, 6), 320, 128, "packed"), ((8, 9), 257, 80, "packed"), ((12, 0), 257, 65, "packed"),
+        ((8, 6), 256, 128, "fused"), ((8, 6), 320, 64, "fused"), ((8, 0), 320, 128, "fused"),
+    ],
+)  # fmt: skip
+def test_one_launch_fits_the_shared_memory(capability, tokens, head_dim, expected, monkeypatch):
+    monkeypatch.setattr(launch, "_capability", lambda index: capability)
+    launch._kind.cache_clear()
+    x = OnGpu(tokens, head_dim, 1)
+    assert launch.kind_of_kernel(x, x, x, None) == expected
+    launch._kind.cache_clear()
+
+
 @pytest.mark.parametrize(("length", "expected"), [(2**20, True), (2**21, False)])
 def test_an_image_whose_result_needs_wide_offsets_is_not_for_warps(length, expected, monkeypatch):
     """Rows side by side in each head: the strides are small, the result's are not."""

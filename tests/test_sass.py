@@ -160,9 +160,14 @@ def _run(script: Path, *arguments) -> str:
 
 
 def _float_instructions(program: str, folder) -> list[str]:
+    return _lines(program, folder, "FLOAT")
+
+
+def _lines(program: str, folder, word: str) -> list[str]:
+    """What a program prints in lines that begin with a word."""
     script = folder / "program.py"
     script.write_text(program)
-    return [line for line in _run(script).splitlines() if line.startswith("FLOAT")]
+    return [line for line in _run(script).splitlines() if line.startswith(word)]
 
 
 def _inspect(capability: int, folder) -> dict[tuple[str, str], dict[str, str]]:
@@ -185,6 +190,23 @@ def test_int8_attention_is_integer_only(capability, tokens, dim, tmp_path):
 @pytest.mark.parametrize("capability", TARGETS, ids="sm_{}".format)
 def test_every_kernel_compiles_for_every_target(capability, tmp_path):
     assert _float_instructions(EVERY.format(cap=capability), tmp_path) == ["FLOAT []"]
+
+
+SHARED = """
+from qvit.kernels import inspection
+for kind, tokens in ("fused", 256), ("attend", 320), ("fused", 320):
+    compiled = inspection.compile_attention(
+        86, kind=kind, tokens=tokens, head_dim=128, operand="*fp32", out="*fp32", high=True, bias=True
+    )
+    print("SHARED", compiled.shared_bytes)
+print("SHARED", inspection.compile_pack(86, head_dim=128, operand="*fp32").shared_bytes)
+"""
+
+
+def test_kernels_fit_the_shared_memory_of_small_gpus(tmp_path):
+    """The widest heads in float32 and high precision, beside what `launch` no longer sends there in one launch."""
+    short, attend, long, pack = (int(line.split()[1]) for line in _lines(SHARED, tmp_path, "SHARED"))
+    assert max(short, attend, pack) <= 99 << 10 < long
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids="sm_{}".format)

@@ -1,11 +1,12 @@
 """From ranges to constants: what the vectors over channels promise, and what is refused."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from qvit import BackendError, CalibrationError, ConfigError, Scales
+from qvit import BackendError, CalibrationError, ConfigError, Scales, attention
 from qvit import scales as S
 
 SHAPE = (2, 3, 50, 16)
@@ -143,3 +144,12 @@ def test_bad_values_are_refused():
         Scales.from_dict({"q_mult": [[1.0]]})
     with pytest.raises(BackendError, match="constants must be int32"):
         S.head_dim_of(torch.zeros(3, 17, dtype=torch.int32))
+
+
+def test_an_output_scale_beyond_all_values_keeps_shifts_in_32_bits():
+    q, k, v = torch.randn(3, 1, 2, 5, 16)
+    scales = Scales.from_tensors(q, k, v)
+    assert 24 <= scales.o_ratio_bits <= 31
+    coarse = dataclasses.replace(scales, o_scale=scales.o_scale * 1e6)
+    assert coarse.o_ratio_bits == 40
+    assert not attention(q, k, v, coarse, out_dtype=torch.int8, backend="reference").any()

@@ -16,6 +16,7 @@ GRID_Z = 65535  # largest third dimension of a grid
 TILE = 64  # keys of a tile
 FUSED_TOKENS = 320  # longest sequence whose scores stay in registers
 HOPPER = (9, 0)
+LITTLE_SHARED = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB a program, where the others have 163 or more
 HOPPER_TRITON = (3, 6)  # the first Triton whose Gluon says what the Hopper kernel needs
 HOPPER_PROGRAMS = 3  # of the Hopper kernel, on a multiprocessor at a time
 WARP_DIMS = (16, 32)  # head dimensions of the kernel that gives a warp a window
@@ -113,6 +114,8 @@ def _kind(size, strides, bias_row: int, plain: bool, cuda: bool, index: int | No
         if not plain or padded_dim(head_dim) != TILE:
             return "packed"
         return "hopper_long"
+    if tokens > 256 and padded_dim(head_dim) > TILE and cuda and _capability(index) in LITTLE_SHARED:
+        return "packed"  # one launch takes up to 112 KiB in high precision
     if plain and tokens <= TILE and head_dim in WARP_DIMS:
         return "warps"
     return "hopper" if plain and tokens > TILE and head_dim <= TILE else "fused"
