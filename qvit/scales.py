@@ -293,7 +293,7 @@ class Scales:
 
     @functools.cached_property
     def o_ratio_bits(self) -> int:
-        """p: the output ratio v_scale / o_scale is stored as an integer times 2^-p. At most 40: shifts are of 32 bits."""
+        """p: the output ratio v_scale / o_scale is stored as an integer times 2^-p; at most 40, for 32-bit shifts."""
         ratio = float((1 / self.v_mult.double() / self.o_scale.double()[:, None]).max())
         return min(40, 30 - math.ceil(math.log2(ratio)))
 
