@@ -206,7 +206,9 @@ print("SHARED", inspection.compile_pack(86, head_dim=128, operand="*fp32").share
 def test_kernels_fit_the_shared_memory_of_small_gpus(tmp_path):
     """The widest heads in float32 and high precision, beside what `launch` no longer sends there in one launch."""
     short, attend, long, pack = (int(line.split()[1]) for line in _lines(SHARED, tmp_path, "SHARED"))
-    assert max(short, attend, pack) <= 99 << 10 < long
+    assert max(short, attend, pack) <= 99 << 10
+    if TRITON >= (3, 8):  # older ones take less
+        assert long > 99 << 10
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids="sm_{}".format)
