@@ -376,6 +376,8 @@ def test_the_interpreter_and_several_launches_are_not_kept(triton_calls):
 
 def test_triton_itself_is_asked_once_and_both_launches_are_alike(monkeypatch):
     """Triton's own run and compiler; only the driver is another."""
+    if not getattr(tl.load, "__triton_builtin__", False):
+        pytest.skip("a test before ran in the interpreter of an old Triton, which leaves its own language in place")
 
     def scale(x_ptr, out_ptr, n, stride, SIZE: tl.constexpr):
         o = tl.arange(0, SIZE)
