@@ -111,19 +111,15 @@ def report(model: nn.Module) -> Report:
     records = [site.module.qvit_record for site in find_attention(model) if site.is_swapped]
     exclude = tuple(dict.fromkeys(pattern for record in records for pattern in record.config.exclude))
     agreements = {record.agreement for record in records}  # several, where parts were quantized one by one
-    rows = tuple(_row(site, _layout(model, site)) for site in find_attention(model, exclude))
+    rows = tuple(_row(site, _parent(model, site)) for site in find_attention(model, exclude))
     return Report(rows, agreements.pop() if len(agreements) == 1 else None)
 
 
-def _layout(model: nn.Module, site: Site) -> str:
-    """How an attention's block gives it the tokens now; a hook on the attention may change that."""
-    block = model.get_submodule(site.name.rpartition(".")[0])
-    if site.is_swapped and isinstance(block, FoldedBlock) and not block.is_untouched():
-        return "windows"
-    return site.module.layout if site.is_swapped else ""
+def _parent(model: nn.Module, site: Site) -> nn.Module:
+    return model.get_submodule(site.name.rpartition(".")[0])
 
 
-def _row(site: Site, layout: str) -> Row:
+def _row(site: Site, parent: nn.Module) -> Row:
     module = site.module
     if not site.is_swapped:
         heads, head_dim = getattr(module, "num_heads", None), getattr(module, "head_dim", None)
@@ -132,13 +128,14 @@ def _row(site: Site, layout: str) -> Row:
         return Row(site.name, site.type_name, "left", site.reason or "not_quantized", _int(heads), _int(head_dim))
     config: QuantConfig = module.qvit_record.config
     integer_us, float_us, attention = _choice(module, config)
+    moved = isinstance(parent, FoldedBlock) and not parent.is_untouched()  # by a hook on the attention, say
     return Row(
         name=site.name,
         type=site.type_name,
         status="swapped",
         heads=site.adapter.heads_of(module),
         head_dim=site.adapter.head_dim_of(module),
-        layout=layout,
+        layout="windows" if moved else module.layout,
         backend=_backend(module.qvit_constants.device, config),
         precision=config.precision if config.arithmetic == "qvit" else config.arithmetic,
         sqnr_db=module.qvit_record.sqnr_db,

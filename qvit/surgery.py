@@ -57,9 +57,8 @@ def quantize(
             away from float than the config allows, or gives NaN or Inf.
         ConfigError: The config is none, or contradicts the calibration.
     """
-    made_before = isinstance(calib_loader, Calibration)
     with torch.inference_mode(False), torch.no_grad():
-        if made_before:
+        if isinstance(calib_loader, Calibration):
             calibration = calib_loader
             config = _agreeing_config(config, calibration.config)
             targets, answers = plan_swap(model, config, strict=strict), None
@@ -68,11 +67,8 @@ def quantize(
             targets = plan_swap(model, config, strict=strict)
             calibration, answers = calibrate_with_answers(model, calib_loader, config)
         _require_same_layers(targets, calibration, config)
-        if made_before and not same_weights(calibration.fingerprint, fingerprint(model)):
-            raise CalibrationError(
-                "the calibration was made with other weights of this architecture, and its scales and SQNR are theirs; "
-                "calibrate this model"
-            )
+        if calibration is calib_loader:
+            _require_same_weights(model, calibration)
         sqnr = {site.name: _measured(calibration, site.name, config) for site in targets}
         require_sqnr(sqnr, config)
         with all_or_nothing(model):
@@ -159,6 +155,14 @@ def _require_same_layers(targets: list[Site], calibration: Calibration, config: 
                 f"{site.name!r} scales its scores by {site.adapter.scale_of(site.module)}, but the calibration was "
                 f"made for {scales.softmax_scale}"
             )
+
+
+def _require_same_weights(model: nn.Module, calibration: Calibration) -> None:
+    if not same_weights(calibration.fingerprint, fingerprint(model)):
+        raise CalibrationError(
+            "the calibration was made with other weights of this architecture, and its scales and SQNR are theirs; "
+            "calibrate this model"
+        )
 
 
 def _few(names: Iterable[str]) -> str:

@@ -12,10 +12,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from qvit import ConfigError, QvitError
+from qvit import QvitError
 from qvit.evaluation.runner import (
     EvaluationOptions,
     argument_parser,
+    check_output,
     format_report,
     run_evaluation,
     shared_options,
@@ -40,8 +41,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> dict:
     """Evaluate, print the table and write the JSON file."""
-    if args.output and not Path(args.output).resolve().parent.is_dir():  # known before the evaluation takes its time
-        raise ConfigError(f"cannot write the results to {args.output}: there is no such folder")
+    if args.output:
+        check_output(args.output)
     changes = {"precision": args.precision, "arithmetic": args.arithmetic}
     options = EvaluationOptions(
         **shared_options(args),

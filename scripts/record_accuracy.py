@@ -15,6 +15,7 @@ from qvit.evaluation.runner import (
     SETTINGS,
     EvaluationOptions,
     argument_parser,
+    check_output,
     format_report,
     run_evaluation,
     shared_options,
@@ -37,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the script; returns its exit status: 0 whatever the tests say, for a failed test is a result too."""
     args = parse_arguments(arguments)
     try:
+        check_output(args.output)
         settings = {name: SETTINGS[name] for name in args.settings}
         options = EvaluationOptions(**shared_options(args), settings=settings)
         report = run_evaluation(options, CONFIGS)

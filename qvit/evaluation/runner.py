@@ -100,9 +100,11 @@ class EvaluationOptions:
             value = getattr(self, key)
             if value is not None and not isfinite(value):
                 raise ConfigError(f"{key} must be a finite number, not {value}")
-        if self.device != "cpu" and self.device.split(":")[0] != "cuda":
+        if self.device == "cpu":
+            return
+        if self.device.split(":")[0] != "cuda":
             raise ConfigError(f"device must be cpu or cuda, not {self.device}")
-        if self.device.split(":")[0] == "cuda" and not torch.cuda.is_available():
+        if not torch.cuda.is_available():
             raise BackendError("--device cuda, but torch sees no CUDA device here: use --device cpu")
 
 
@@ -481,6 +483,16 @@ def _verdict(name: str, kind: str, gate: dict) -> str:
     return (
         f"{name}: {word}: drop of at most {gate['max_drop']:g} points (lost - won = {net}, limit {gate['bound']:.1f})"
     )
+
+
+def check_output(path: str) -> None:
+    """Refuse a file that could not be written, before an evaluation takes its time.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+    if not Path(path).resolve().parent.is_dir():
+        raise ConfigError(f"cannot write the results to {path}: there is no such folder")
 
 
 def write_report(report: dict, path: str) -> None:
