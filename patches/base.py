@@ -226,6 +226,13 @@ class QuantizedModule:
             out = run_core(q, k, v, self.integer_bias(q, *masks), self.qvit_constants, settings)
         return out.flatten(2)
 
+    def attend_packed(self, qkv: torch.Tensor) -> torch.Tensor:
+        """What `attend` gives for a projection (B, N, 3 * H * D) with no masks; only where `takes_packed`."""
+        settings = self.qvit_settings
+        return torch.ops.qvit.attention_qkvpacked(
+            qkv, self.qvit_constants, settings.precision, settings.backend, settings.half_exact
+        )
+
     def float_is_faster(self, q: torch.Tensor, *masks: Any) -> bool:
         """True where recorded times say so for this device, type and shape; kept in `qvit_choice` for the report.
 
@@ -236,6 +243,22 @@ class QuantizedModule:
         in_float = times is not None and times[1] < times[0]
         self.qvit_choice = (times, in_float)
         return in_float
+
+
+def is_idle(child: nn.Module | None) -> bool:
+    """True where a call of a child gives what it is given and no one listens: then the host need not make it."""
+    if child is None:
+        return True
+    if type(child) is not nn.Identity and (type(child) is not nn.Dropout or child.training):
+        return False
+    listeners = torch.nn.modules.module
+    heard = child._forward_hooks or child._forward_pre_hooks
+    return not (heard or listeners._global_forward_hooks or listeners._global_forward_pre_hooks)
+
+
+def apply(child: nn.Module | None, x: torch.Tensor) -> torch.Tensor:
+    """x through a child that may be missing, or idle."""
+    return x if is_idle(child) else child(x)
 
 
 def _after_loading(module: nn.Module, incompatible_keys: Any) -> None:
@@ -325,13 +348,8 @@ def attention_mask(
 
 def split_heads(qkv: torch.Tensor, heads: int) -> torch.Tensor:
     """A packed projection (B, N, 3 * H * D) as a view (3, B, H, N, D)."""
-    return packed_heads(qkv, heads).permute(2, 0, 3, 1, 4)
-
-
-def packed_heads(qkv: torch.Tensor, heads: int) -> torch.Tensor:
-    """A packed projection (B, N, 3 * H * D) as a view (B, N, 3, H, D)."""
     B, N, C = qkv.shape
-    return qkv.reshape(B, N, 3, heads, C // (3 * heads))  # no -1, for B may be 0
+    return qkv.reshape(B, N, 3, heads, C // (3 * heads)).permute(2, 0, 3, 1, 4)  # no -1, for B may be 0
 
 
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

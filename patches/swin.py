@@ -16,7 +16,6 @@ from timm.layers import register_notrace_module
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import nn
 
-from qvit.patches.base import packed_heads
 from qvit.patches.windows import FoldedBlock, QuantizedWindows
 
 
@@ -33,10 +32,17 @@ class QuantizedWindowAttention(QuantizedWindows, WindowAttention):
         """Entries of the table, (H, N, N)."""
         return module._get_rel_pos_bias()[0]
 
-    @staticmethod
-    def project_image(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of x (B, N, C), each (B, N, H, D), with no step that the host can be spared."""
-        return packed_heads(module.qkv(x), module.num_heads).unbind(2)
+    def attend_image(self, x: torch.Tensor, rows: torch.Tensor, pattern: torch.Tensor, has_pads: bool) -> torch.Tensor:
+        """Attention in an image's windows, as its base says; the projection goes into the operator as it is."""
+        self.require_inference(x)
+        pad = None
+        if has_pads:  # where there is no image, the host projects zeros
+            pad = self.qkv(x.new_zeros(1, x.shape[-1])).view(3, self.num_heads, -1)
+        settings = self.qvit_settings
+        return torch.ops.qvit.window_attention_qkvpacked(
+            self.qkv(x), pad, self.qvit_constants, self.qvit_image_bias, rows, pattern, settings.precision,
+            settings.backend, settings.half_exact,
+        )  # fmt: skip
 
 
 class FoldedSwinTransformerBlock(FoldedBlock, SwinTransformerBlock):

@@ -15,7 +15,7 @@ from timm.layers import register_notrace_module
 from timm.models.vision_transformer import Attention
 from torch import nn
 
-from qvit.patches.base import QuantizedModule, attention_mask, same_dtype
+from qvit.patches.base import QuantizedModule, apply, attention_mask, is_idle, same_dtype
 
 
 @register_notrace_module  # a leaf for symbolic tracing
@@ -30,7 +30,8 @@ class QuantizedAttention(QuantizedModule, Attention):
     def project(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys (both normalised) and values of x (B, N, C), each (B, H, N, D)."""
         q, k, v = QuantizedModule.project(module, x)
-        return same_dtype(_optional(module, "q_norm", q), _optional(module, "k_norm", k), v)
+        q_norm, k_norm = (module._modules.get(name) for name in ("q_norm", "k_norm"))  # older hosts have none
+        return same_dtype(apply(q_norm, q), apply(k_norm, k), v)
 
     @classmethod
     def float_bias(
@@ -51,14 +52,13 @@ class QuantizedAttention(QuantizedModule, Attention):
             UnsupportedModuleError: Training mode, an input that requires a gradient, or a mask that does not fit.
         """
         self.require_inference(x)
-        q, k, v = self.project(self, x)
-        out = _optional(self, "norm", self.attend(q, k, v, attn_mask, is_causal))
-        if getattr(self, "gate", None) is not None:
+        children, settings = self._modules, self.qvit_settings  # older hosts have fewer children
+        plain = attn_mask is None and not is_causal and settings.arithmetic == "qvit" and not settings.skip_slower
+        if plain and is_idle(children.get("q_norm")) and is_idle(children.get("k_norm")):
+            out = self.attend_packed(self.qkv(x))
+        else:
+            out = self.attend(*self.project(self, x), attn_mask, is_causal)
+        out = apply(children.get("norm"), out)
+        if children.get("gate") is not None:
             out = out * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(out))
-
-
-def _optional(module: nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Applies a child that older versions of the host do not have."""
-    child = getattr(module, name, None)
-    return x if child is None else child(x)
+        return apply(self.proj_drop, self.proj(out))

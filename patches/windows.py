@@ -20,7 +20,7 @@ from torch import fx, nn
 from qvit import ops
 from qvit.config import QuantConfig
 from qvit.errors import UnsupportedModuleError
-from qvit.patches.base import QuantizedModule, same_dtype, split_heads
+from qvit.patches.base import QuantizedModule, apply, same_dtype, split_heads
 from qvit.scales import Scales
 from qvit.windows import SHIFT_MASK, WindowPlan, plan_windows
 
@@ -90,12 +90,6 @@ class QuantizedWindows(QuantizedModule):
         """What the block gives: "image", as it lies, or "windows"."""
         return "image" if "qvit_image_bias" in self._buffers else "windows"
 
-    @classmethod
-    def project_image(cls, module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `project` gives as the window operator takes it, (B, N, H, D) each."""
-        q, k, v = cls.project(module, x)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
     def attend_image(self, x: torch.Tensor, rows: torch.Tensor, pattern: torch.Tensor, has_pads: bool) -> torch.Tensor:
         """Attention in an image's windows, x (B, height, width, C), without the projection.
 
@@ -105,7 +99,7 @@ class QuantizedWindows(QuantizedModule):
             has_pads: A window reaches beyond the image.
         """
         self.require_inference(x)
-        q, k, v = self.project_image(self, x.flatten(1, 2))
+        q, k, v = (y.transpose(1, 2) for y in self.project(self, x.flatten(1, 2)))
         pad = None
         if has_pads:  # where there is no image, the host projects zeros
             pad = torch.cat(self.project(self, x.new_zeros(1, 1, x.shape[-1]))).squeeze(2)
@@ -237,7 +231,9 @@ class FoldedBlock:
     def attend_image(self, x: torch.Tensor) -> torch.Tensor:
         """What the host's method gives for x (B, height, width, C)."""
         attn = self.attn
-        return attn.proj_drop(attn.proj(attn.attend_image(x, self.qvit_rows, self.qvit_pattern, self.qvit_image[1])))
+        parts = attn._modules
+        out = attn.attend_image(x, self.qvit_rows, self.qvit_pattern, self.qvit_image[1])
+        return apply(parts["proj_drop"], parts["proj"](out))
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
         """Changes the size as the host does, and finds the windows anew; the scales stay as calibrated."""
@@ -275,11 +271,11 @@ class FoldedBlock:
             return False
         if "qvit_image_bias" not in attn._buffers:  # after set_window_size of the attention alone: the host's own error
             return False
-        qkv = attn.qkv
-        for part in (attn, qkv, attn.proj, attn.proj_drop):  # a loop, for any() of a generator takes longer
+        parts = attn._modules  # each attribute of a module takes as long as the rest of a look
+        for part in (attn, parts["qkv"], parts["proj"], parts["proj_drop"]):  # any() of a generator takes longer
             if part._forward_hooks or part._forward_pre_hooks:
                 return False
-        return type(qkv) is nn.Linear
+        return type(parts["qkv"]) is nn.Linear
 
     @classmethod
     @torch.inference_mode(False)

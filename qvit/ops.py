@@ -25,7 +25,6 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 exponent_bias = reference.exponent_bias
 
 
-@functools.cache
 def _triton_problem(device_type: str, index: int | None) -> str | None:
     """Why Triton's kernels cannot run on a device, or None."""
     try:
@@ -44,6 +43,7 @@ def _triton_problem(device_type: str, index: int | None) -> str | None:
     return None
 
 
+@functools.cache
 def select_backend(device: torch.device | str, backend: str = "auto") -> str:
     """The backend that serves a device: "triton" or "reference".
 
@@ -81,17 +81,32 @@ _library.define(
     "window_attention(Tensor q, Tensor k, Tensor v, Tensor? pad, Tensor constants, Tensor? bias, Tensor rows, "
     "Tensor pattern, str precision, ScalarType out_dtype, str backend, bool half) -> Tensor"
 )
+# Of a packed projection as a linear layer leaves it: no views to make, and fewer operands to look at in each call.
+_library.define("attention_qkvpacked(Tensor qkv, Tensor constants, str precision, str backend, bool half) -> Tensor")
+_library.define(
+    "window_attention_qkvpacked(Tensor qkv, Tensor? pad, Tensor constants, Tensor? bias, Tensor rows, Tensor pattern, "
+    "str precision, str backend, bool half) -> Tensor"
+)
 _library.define(
     "attention_paper(Tensor q, Tensor k, Tensor v, Tensor constants, Tensor? bias, bool text, str backend) -> Tensor"
 )
 
 
-def _attention(q, k, v, constants, bias, precision, out_dtype, backend, half):
-    batch, heads, tokens, head_dim = q.shape
+def _require_int32_sums(tokens: int, precision: str) -> None:
     if tokens > reference.MAX_TOKENS[precision]:
         raise BackendError(
             f"{tokens} tokens: sums of {precision} precision stay in int32 up to {reference.MAX_TOKENS[precision]}"
         )
+
+
+def _require_window(tokens: int) -> None:
+    if tokens > MAX_WINDOW:
+        raise BackendError(f"windows have {tokens} tokens, the most is {MAX_WINDOW}")
+
+
+def _attention(q, k, v, constants, bias, precision, out_dtype, backend, half):
+    batch, heads, tokens, head_dim = q.shape
+    _require_int32_sums(tokens, precision)
     if select_backend(q.device, backend) == "reference":
         return reference.attention(q, k, v, constants, bias, precision=precision, out_dtype=out_dtype)
     if bias is not None and bias.stride(-1) != 1:
@@ -108,18 +123,34 @@ def _attention_fake(q, k, v, constants, bias, precision, out_dtype, backend, hal
     return q.new_empty(batch, tokens, heads, head_dim, dtype=out_dtype)
 
 
+def _attention_qkvpacked(qkv, constants, precision, backend, half):
+    batch, tokens, channels = qkv.shape
+    _require_int32_sums(tokens, precision)
+    if select_backend(qkv.device, backend) == "reference":
+        q, k, v = (x.transpose(1, 2) for x in reference.unpack_qkv(qkv, len(constants)))
+        return reference.attention(q, k, v, constants, precision=precision, out_dtype=qkv.dtype).flatten(2)
+    qkv = qkv.contiguous()
+    out = qkv.new_empty(batch, tokens, channels // 3)
+    if out.numel():
+        up = reference.out_shift(tokens, precision)
+        _kernels().attention_qkvpacked(qkv, constants, out, high=precision == "high", out_up=up, half=half)
+    return out
+
+
+def _attention_qkvpacked_fake(qkv, constants, precision, backend, half):
+    *size, channels = qkv.shape
+    return qkv.new_empty(*size, channels // 3)
+
+
 def _window_attention(q, k, v, pad, constants, bias, rows, pattern, precision, out_dtype, backend, half):
     batch, length, heads, head_dim = q.shape
     tokens = rows.shape[1]
-    if tokens > MAX_WINDOW:
-        raise BackendError(f"windows have {tokens} tokens, the most is {MAX_WINDOW}")
+    _require_window(tokens)
     if select_backend(q.device, backend) == "reference":
         return reference.window_attention(
             q, k, v, pad, constants, bias, rows, pattern, precision=precision, out_dtype=out_dtype
         )
-    if bias is not None and bias.ndim == 4:
-        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
-        bias = bias if bias.shape[1] == heads else bias.expand(-1, heads, -1, -1)  # a view takes microseconds
+    bias = _rows_of_heads(bias, heads)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = torch.empty(batch, length, heads, head_dim, dtype=out_dtype, device=q.device)
     if out.numel():
@@ -130,8 +161,41 @@ def _window_attention(q, k, v, pad, constants, bias, rows, pattern, precision, o
     return out
 
 
+def _rows_of_heads(bias: torch.Tensor | None, heads: int) -> torch.Tensor | None:
+    """A bias of windows as the kernels read it: where it is not packed, rows side by side for each head."""
+    if bias is None or bias.ndim == 3:
+        return bias
+    bias = bias if bias.stride(-1) == 1 else bias.contiguous()
+    return bias if bias.shape[1] == heads else bias.expand(-1, heads, -1, -1)  # a view takes microseconds
+
+
 def _window_attention_fake(q, k, v, pad, constants, bias, rows, pattern, precision, out_dtype, backend, half):
     return q.new_empty(q.shape, dtype=out_dtype)
+
+
+def _window_attention_qkvpacked(qkv, pad, constants, bias, rows, pattern, precision, backend, half):
+    batch, height, width, channels = qkv.shape
+    tokens, heads = rows.shape[1], len(constants)
+    _require_window(tokens)
+    if select_backend(qkv.device, backend) == "reference":
+        q, k, v = reference.unpack_qkv(qkv, heads)
+        out = reference.window_attention(
+            q, k, v, pad, constants, bias, rows, pattern, precision=precision, out_dtype=qkv.dtype
+        )
+        return out.reshape(batch, height, width, channels // 3)
+    bias, qkv = _rows_of_heads(bias, heads), qkv.contiguous()
+    out = qkv.new_empty(batch, height, width, channels // 3)
+    if out.numel():
+        up = reference.out_shift(tokens, precision)
+        _kernels().window_attention_qkvpacked(
+            qkv, pad, constants, bias, rows, pattern, out, high=precision == "high", out_up=up, half=half
+        )
+    return out
+
+
+def _window_attention_qkvpacked_fake(qkv, pad, constants, bias, rows, pattern, precision, backend, half):
+    *size, channels = qkv.shape
+    return qkv.new_empty(*size, channels // 3)
 
 
 def _attention_paper(q, k, v, constants, bias, text, backend):
@@ -151,7 +215,9 @@ def _attention_paper_fake(q, k, v, constants, bias, text, backend):
 
 for _name, _impl, _fake in (
     ("attention", _attention, _attention_fake),
+    ("attention_qkvpacked", _attention_qkvpacked, _attention_qkvpacked_fake),
     ("window_attention", _window_attention, _window_attention_fake),
+    ("window_attention_qkvpacked", _window_attention_qkvpacked, _window_attention_qkvpacked_fake),
     ("attention_paper", _attention_paper, _attention_paper_fake),
 ):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")

@@ -14,14 +14,17 @@ if not torch.cuda.is_available():
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Fill every torch.empty with a sentinel, so that an element nobody wrote is seen."""
-    empty = torch.empty
+    """Fill every torch.empty and Tensor.new_empty with a sentinel, so that an element nobody wrote is seen."""
 
-    def poison(*args, **kwargs):
-        x = empty(*args, **kwargs)
-        return x.fill_(float("nan") if x.is_floating_point() else 77)
+    def poisoning(empty):
+        def poison(*args, **kwargs):
+            x = empty(*args, **kwargs)
+            return x.fill_(float("nan") if x.is_floating_point() else 77)
 
-    monkeypatch.setattr(torch, "empty", poison)
+        return poison
+
+    monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty))
 
 
 @pytest.fixture(scope="session")

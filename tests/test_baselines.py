@@ -270,6 +270,7 @@ def test_import_needs_no_triton():
 @pytest.mark.parametrize("name", [m for m in METHODS if METHODS[m].prepare and m != "flash_attention_2"])
 def test_prepare_refuses_a_device_without_triton(name, monkeypatch):
     monkeypatch.setattr(base.ops, "_triton_problem", lambda *_: "no Triton here")
+    base.ops.select_backend.cache_clear()
     with pytest.raises(BackendError, match="no Triton here"):
         METHODS[name].prepare(*draw((1, 1, 5, 16)), 0.25)
 

@@ -129,6 +129,39 @@ def window_call(kind, monkeypatch, high=False, image=(14, 14), pads=True, change
     return operands
 
 
+def attention_qkvpacked_call(
+    kind, monkeypatch, tokens=None, heads=2, batch=4, dtype=torch.float16, changes=None, operands=None, **settings
+):
+    """`attention_call` of a packed projection."""
+    tokens = tokens or {"hopper": 197, "fused": 49, "warps": 49}.get(kind, 577)
+    channels = 64 if tokens <= 49 else 128
+    monkeypatch.setattr(launch, "kind_of_kernel", lambda *operands: kind)
+    qkv = torch.zeros(batch, tokens, 3 * channels, dtype=dtype)
+    constants = torch.zeros(heads, 6 * channels // heads + 8, dtype=torch.int32)
+    new = {"qkv": qkv, "constants": constants, "out": torch.zeros(batch, tokens, channels, dtype=dtype)}
+    operands = operands or changed(new, changes)
+    launch.attention_qkvpacked(**operands, **{"high": False, "out_up": 8, "half": True} | settings)
+    return operands
+
+
+def window_qkvpacked_call(
+    kind, monkeypatch, heads=2, image=(14, 14), pads=True, changes=None, operands=None, **settings
+):
+    """`window_call` of a packed projection."""
+    monkeypatch.setattr(launch, "_fits_warps", lambda *operands: kind == "warps")
+    plan = plan_windows(*image, (7, 7), (3, 3))
+    rows, pattern, _ = plan.tensors("cpu")
+    constants = torch.zeros(heads, 6 * 64 // heads + 8, dtype=torch.int32)
+    bias = torch.zeros(len(plan.masks), heads, 49, 49, dtype=torch.int32)
+    bias = None if kind == "plain" else bias if kind == "rows" else R.pack_window_bias(bias)
+    pad = torch.zeros(3, heads, 64 // heads, dtype=torch.float16) if pads else None
+    qkv, out = (torch.zeros(2, *image, channels, dtype=torch.float16) for channels in (192, 64))
+    new = {"qkv": qkv, "pad": pad, "constants": constants, "bias": bias, "rows": rows, "pattern": pattern, "out": out}
+    operands = operands or changed(new, changes)
+    launch.window_attention_qkvpacked(**operands, **{"high": False, "out_up": 8, "half": True} | settings)
+    return operands
+
+
 def paper_call(kind, monkeypatch, bias=None, operands=None):
     """The same for the published arithmetic."""
     q, k, v = packed_qkv(2, 49, 2, 32, torch.int8).permute(2, 0, 3, 1, 4).unbind(0)
@@ -154,6 +187,14 @@ CALLS = [
     pytest.param(window_call, "packed", {}, 1, id="windows_with_packed_bias"),
     pytest.param(window_call, "warps", {}, 1, id="windows_in_warps", marks=HOPPER_ONLY),
     pytest.param(window_call, "warps", {"pads": False}, 1, id="windows_in_warps_without_pads", marks=HOPPER_ONLY),
+    pytest.param(attention_qkvpacked_call, "hopper", {}, 1, id="qkvpacked_hopper", marks=HOPPER_ONLY),
+    pytest.param(attention_qkvpacked_call, "hopper_stream", {}, 2, id="qkvpacked_hopper_stream", marks=HOPPER_ONLY),
+    pytest.param(attention_qkvpacked_call, "warps", {}, 1, id="qkvpacked_short", marks=HOPPER_ONLY),
+    pytest.param(attention_qkvpacked_call, "fused", {}, 1, id="qkvpacked_fused"),
+    pytest.param(attention_qkvpacked_call, "packed", {}, 2, id="qkvpacked_packed"),
+    pytest.param(window_qkvpacked_call, "plain", {"image": (16, 16)}, 1, id="qkvpacked_windows_with_pads"),
+    pytest.param(window_qkvpacked_call, "rows", {"pads": False}, 1, id="qkvpacked_windows_with_bias"),
+    pytest.param(window_qkvpacked_call, "warps", {}, 1, id="qkvpacked_windows_in_warps", marks=HOPPER_ONLY),
     pytest.param(paper_call, None, {}, 1, id="paper"),
     pytest.param(paper_call, None, {"bias": 1}, 1, id="paper_bias"),
 ]
@@ -238,6 +279,59 @@ def test_a_launch_of_windows_goes_by_all_that_triton_compiles_for(change, triton
     assert len(launched) == 3
 
 
+QKVPACKED_CHANGES = {
+    "batch": {"batch": 2},
+    "tokens": {"tokens": 48},
+    "heads": {"heads": 4},
+    "dtype": {"dtype": torch.bfloat16},
+    "dtype_of_out": {"changes": {"out": lambda x: x.to(torch.int8)}},
+    "precision": {"high": True},
+    "out_up": {"out_up": 7},
+    "half": {"half": False},
+} | {f"alignment_of_{name}": {"changes": {name: misaligned}} for name in ("qkv", "constants", "out")}
+
+
+@pytest.mark.parametrize("change", QKVPACKED_CHANGES.values(), ids=QKVPACKED_CHANGES)
+def test_a_launch_of_a_packed_projection_goes_by_all_that_triton_compiles_for(change, triton_calls, monkeypatch):
+    asked, launched = triton_calls
+    for settings, expected in (({}, 1), ({}, 1), (change, 2), (change, 2), ({}, 2)):
+        attention_qkvpacked_call("fused", monkeypatch, **settings)
+        assert len(asked) == expected
+    assert len(launched) == 3
+
+
+QKVPACKED_WINDOW_CHANGES = {
+    "image": {"image": (21, 14)},
+    "heads": {"heads": 4},
+    "windows": {"changes": {"rows": lambda x: x[:2]}},
+    "no_pads": {"pads": False},
+    "precision": {"high": True},
+    "stride_of_bias": {"changes": {"bias": lambda x: x[:, :1].expand(-1, 2, -1)}},
+} | {
+    f"alignment_of_{name}": {"changes": {name: misaligned}}
+    for name in ("qkv", "pad", "constants", "bias", "rows", "pattern", "out")
+}
+
+
+@pytest.mark.parametrize("change", QKVPACKED_WINDOW_CHANGES.values(), ids=QKVPACKED_WINDOW_CHANGES)
+def test_a_launch_of_a_packed_image_goes_by_all_that_triton_compiles_for(change, triton_calls, monkeypatch):
+    asked, launched = triton_calls
+    for settings, expected in (({}, 1), ({}, 1), (change, 2), (change, 2), ({}, 2)):
+        window_qkvpacked_call("packed", monkeypatch, **settings)
+        assert len(asked) == expected
+    assert len(launched) == 3
+
+
+@pytest.mark.parametrize("call", [attention_qkvpacked_call, window_qkvpacked_call])
+def test_a_packed_projection_of_too_large_a_batch_is_launched_in_parts(call, triton_calls, monkeypatch):
+    monkeypatch.setattr(launch, "GRID_Z", 1)
+    asked, launched = triton_calls
+    operands = call("fused", monkeypatch)
+    batch = len(operands["qkv"])
+    assert len(asked) == 1 and len(launched) == batch - 1
+    assert [arguments(x)[3] for x in launched] == [x.data_ptr() for x in operands["qkv"][1:]]
+
+
 def test_a_part_of_a_batch_for_each_grid_is_launched_anew_or_kept(triton_calls, monkeypatch):
     monkeypatch.setattr(launch, "GRID_Z", 4)
     asked, launched = triton_calls
@@ -256,6 +350,7 @@ class Operand:
 
     def __init__(self, pointer=1024, device=-1, dtype=torch.int32):
         self.data_ptr, self.get_device, self.dtype = (lambda: pointer), (lambda: device), dtype
+        self.untyped_storage = lambda: self
 
 
 @pytest.fixture
@@ -284,6 +379,23 @@ def test_one_tensor_in_two_places_is_not_kept(copy, triton_calls):
     for _ in range(2):
         dispatch.call(copy, (a, b), (), size=3)
     assert [arguments(x)[3:] for x in triton_calls[1]] == [(32, 16, 3)]
+
+
+def test_a_view_is_found_by_its_memory_and_its_offset_kept(triton_calls):
+    kernel = Jitted(["a_ptr", "b_ptr"], *triton_calls)
+    start = lambda x, out: dispatch.launch(kernel, (1, 1, 1), (x[2:], out.view(2, 2)), ())  # noqa: E731
+    tensors = [(torch.zeros(8), torch.zeros(4)) for _ in range(3)]
+    for x, out in tensors:
+        dispatch.call(start, (x, out), ())
+    assert len(triton_calls[0]) == 1
+    assert [arguments(x)[3:] for x in triton_calls[1]] == [(x[2:].data_ptr(), y.data_ptr()) for x, y in tensors[1:]]
+
+
+def test_a_view_of_memory_that_two_operands_share_is_not_kept(triton_calls):
+    kernel = Jitted(["a_ptr"], *triton_calls)
+    memory = torch.zeros(16)
+    dispatch.call(lambda a, b: dispatch.launch(kernel, (1, 1, 1), (a[4:],), ()), (memory[:8], memory[8:]), ())
+    assert len(triton_calls[0]) == 1 and not dispatch._kept
 
 
 def test_operands_on_two_devices_are_left_to_triton(copy, triton_calls):
@@ -369,7 +481,7 @@ def test_so_many_launches_are_kept_and_no_more(copy, triton_calls, monkeypatch):
 
 
 def test_the_interpreter_and_several_launches_are_not_kept(triton_calls):
-    for function in (lambda a, b: None, lambda a, b: dispatch.Launch(None, None, (1, 1, 1), (a, Operand()), ())):
+    for function in (lambda a, b: None, lambda a, b: dispatch.Launch(None, None, (1, 1, 1), (a, Operand(32)), ())):
         dispatch.call(function, (Operand(), Operand(16)), ())
     assert not dispatch._kept
 
@@ -421,8 +533,11 @@ GPU_CASES = {
     "small": (49, 32, 0),
     "bias": (49, 32, 2),
     "packed": (577, 64, 2),
+    "qkvpacked_hopper": (197, 64, 0),
+    "qkvpacked_small": (49, 32, 0),
     "windows": None,
     "windows_packed": None,
+    "windows_qkvpacked": None,
 }
 
 
@@ -430,25 +545,41 @@ def gpu_case(name, seed):
     """An operator, its q, k and v with data of a seed, and its other arguments."""
     torch.manual_seed(seed)
     if name.startswith("windows"):
-        return window_case(name == "windows_packed")
+        return window_case(name)
     tokens, dim, windows = GPU_CASES[name]
-    qkv = torch.randn(4, tokens, 3, 2, dim, device="cuda").half().permute(2, 0, 3, 1, 4).unbind(0)
+    qkv = torch.randn(4, tokens, 3, 2, dim, device="cuda").half()
     scales = Scales.from_tensors(*torch.full((3, 1, 2, 1, dim), 4.0))
     constants = scales.constants("cuda")
+    if name.startswith("qkvpacked"):
+        return (
+            torch.ops.qvit.attention_qkvpacked,
+            (qkv.flatten(2),),
+            (
+                constants,
+                "standard",
+                "triton",
+                scales.half_exact,
+            ),
+        )
+    qkv = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     bias = R.exponent_bias(torch.randn(windows, 2, tokens, tokens, device="cuda"), constants) if windows else None
     rest = (constants, bias, "standard", torch.float16, "triton", scales.half_exact)
     return torch.ops.qvit.attention, qkv, rest
 
 
-def window_case(packed):
-    qkv = torch.randn(2, 196, 3, 2, 32, device="cuda").half().unbind(2)
+def window_case(name):
+    qkv = torch.randn(2, 196, 3, 2, 32, device="cuda").half()
     scales = Scales.from_tensors(*torch.full((3, 1, 2, 1, 32), 4.0))
     constants = scales.constants("cuda")
     rows, pattern, masks = plan_windows(14, 14, (7, 7), (3, 3)).tensors("cuda")
     bias = pattern_bias(masks, torch.randn(2, 49, 49, device="cuda"), 2, -100.0)
-    bias = window_bias(bias, constants, finite=packed)
-    rest = (None, constants, bias, rows, pattern, "standard", torch.float16, "triton", scales.half_exact)
-    return torch.ops.qvit.window_attention, qkv, rest
+    bias = window_bias(bias, constants, finite=name != "windows")
+    rest = (None, constants, bias, rows, pattern, "standard")
+    if name == "windows_qkvpacked":
+        packed = qkv.view(2, 14, 14, 192)
+        return torch.ops.qvit.window_attention_qkvpacked, (packed,), (*rest, "triton", scales.half_exact)
+    rest = (*rest, torch.float16, "triton", scales.half_exact)
+    return torch.ops.qvit.window_attention, qkv.unbind(2), rest
 
 
 def misaligned_on_gpu(x):
@@ -478,7 +609,7 @@ def test_a_kept_launch_gives_the_bits_of_an_ordinary_one(name, monkeypatch):
         assert torch.equal(operator(*qkv, *rest), out)
     assert len(runs) == before  # none of them went through Triton
     for (_, qkv, rest), out in zip(cases[1:3], expected[1:3], strict=True):
-        for i in range(3):
+        for i in range(len(qkv)):
             moved = [misaligned_on_gpu(x) if i == j else x for j, x in enumerate(qkv)]
             assert torch.equal(operator(*moved, *rest), out)
         assert torch.equal(operator(*qkv, *rest), out)

@@ -78,12 +78,15 @@ def operator_calls():
     bias = R.exponent_bias(torch.randn(1, 2, 17, 17), constants)
     for addend, dtype in ((None, torch.float16), (bias, torch.int8)):
         yield "attention", (q, k, v, constants, addend, "standard", dtype, "reference", True)
+    yield "attention_qkvpacked", (torch.randn(2, 17, 96), constants, "standard", "reference", True)
     rows, pattern, masks = plan_windows(5, 6, (3, 3), (1, 1)).tensors("cpu")
     qkv = [torch.randn(2, 30, 2, 16) for _ in range(3)]
     bias = R.exponent_bias(torch.randn(len(masks), 2, 9, 9), constants)
     for addend in (None, R.pack_window_bias(bias)):
         pad = torch.randn(3, 2, 16)
         yield "window_attention", (*qkv, pad, constants, addend, rows, pattern, "high", torch.float32, "auto", False)
+        packed = torch.stack(qkv, 2).reshape(2, 5, 6, -1)
+        yield "window_attention_qkvpacked", (packed, pad, constants, addend, rows, pattern, "high", "auto", False)
     q8, k8, v8 = (R.quantize_tensor(x)[0] for x in (q, k, v))
     units = R.paper_constants(torch.tensor(0.01), torch.tensor(0.01), 0.25, text=False)
     for text in (False, True):
@@ -304,9 +307,9 @@ def test_two_models_in_two_threads():
 def fresh_backends(monkeypatch):
     from qvit import ops
 
-    ops._triton_problem.cache_clear()
+    ops.select_backend.cache_clear()
     yield monkeypatch
-    ops._triton_problem.cache_clear()
+    ops.select_backend.cache_clear()
 
 
 def turing(patch):

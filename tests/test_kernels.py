@@ -56,6 +56,23 @@ def test_kernel_equals_reference(shape, dtype, precision, poisoned):
         assert torch.equal(*both(qkv, scales, precision=precision, out_dtype=out_dtype))
 
 
+@pytest.mark.parametrize("precision", ["standard", "high"])
+@pytest.mark.parametrize("dtype", TYPES[:3] if CUDA else TYPES[:1], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=named)
+def test_a_packed_projection_gives_the_bits_of_its_parts(shape, dtype, precision, poisoned):
+    """Also one whose channels do not lie side by side, and none."""
+    (q, k, v), scales = operands(shape, dtype)
+    packed = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2).flatten(2)
+    expected = attention(q, k, v, scales, precision=precision, backend="reference").flatten(2)
+    settings = (scales.constants(DEVICE), precision)
+    for backend in ("reference", "triton"):
+        run = torch.ops.qvit.attention_qkvpacked
+        assert torch.equal(run(packed, *settings, backend, scales.half_exact), expected)
+        assert torch.equal(run(packed.repeat(1, 1, 2)[..., : packed.shape[-1]], *settings, backend, False), expected)
+        assert torch.equal(run(packed.mT.contiguous().mT, *settings, backend, False), expected)
+        assert run(packed[:0], *settings, backend, False).shape == (0, *expected.shape[1:])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", GRID_D, ids="D{}".format)
 @pytest.mark.parametrize("precision", ["standard", "high"])

@@ -1,5 +1,7 @@
 """Attention in shifted windows on the image as it lies: the plan, the definition, and kernel against definition."""
 
+import itertools
+
 import pytest
 import timm
 import torch
@@ -110,6 +112,30 @@ def test_a_packed_bias_gives_the_bits_of_the_one_that_is_packed(image, dim, dtyp
         monkeypatch.setattr("qvit.kernels.dispatch._kept", {})
         monkeypatch.setattr("qvit.kernels.launch.warp_step", lambda *_: min(step, -(-rows.shape[1] // 16)))  # noqa: B023
         assert torch.equal(run(None, packed, "triton"), expected)
+
+
+@pytest.mark.parametrize("precision", ["standard", "high"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32][:: 1 if CUDA else 3], ids=str)
+@pytest.mark.parametrize("image", IMAGES if CUDA else [SMALL[1], SMALL[4]], ids=named)
+def test_a_packed_projection_gives_the_bits_of_its_parts(image, dtype, precision, poisoned):
+    """Whatever the bias, with a pad or without; also one whose channels do not lie side by side, and none."""
+    qkv, pad, bias, scales = operands(image, dtype=dtype)
+    packed = qkv.flatten(3)
+    rows, pattern, masks = plan_windows(*image).tensors(DEVICE)
+    constants = scales.constants(DEVICE)
+    float_bias = pattern_bias(masks, bias, 2, -100.0)
+    biases = [None, window_bias(float_bias, constants), window_bias(float_bias, constants, finite=False)]
+    biases.append(biases[-1][:, :1])  # one for all heads
+    for padding, units in itertools.product((pad, None), biases):
+        tables, half = (padding, constants, units, rows, pattern, precision), scales.half_exact
+        parts = qkv.flatten(1, 2).unbind(2)
+        expected = torch.ops.qvit.window_attention(*parts, *tables, dtype, "reference", half)
+        expected = expected.reshape(*qkv.shape[:3], -1)
+        run = torch.ops.qvit.window_attention_qkvpacked
+        for backend in ("reference", "triton"):
+            assert torch.equal(run(packed, *tables, backend, half), expected)
+            assert torch.equal(run(packed.mT.contiguous().mT, *tables, backend, half), expected)
+            assert run(packed[:0], *tables, backend, half).shape == (0, *expected.shape[1:])
 
 
 def test_a_bias_that_masks_a_key_is_not_packed():

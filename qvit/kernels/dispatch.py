@@ -19,7 +19,10 @@ LIMIT = 1024  # launches that are kept
 
 
 class Launch(NamedTuple):
-    """A launch as Triton made it: the kernel and what it was compiled to, its grid, its pointers and the rest."""
+    """A launch as Triton made it: the kernel and what it was compiled to, its grid, its pointers and the rest.
+
+    One that is kept has, for each pointer, the operand that it comes from and how many bytes lie between.
+    """
 
     function: Any
     kernel: CompiledKernel
@@ -55,7 +58,8 @@ def call(function: Callable, operands: tuple, layout: tuple, **settings: Any) ->
     """``function(*operands, **settings)`` on the operands' device; from the second time on, its launch alone.
 
     Args:
-        function: Makes one launch, and returns it; or makes several, and returns None, which is never kept.
+        function: Makes one launch, of the operands or views of them, and returns it; or makes several, and returns
+            None, which is never kept.
         operands: Tensors, or None. The first says the device.
         layout: All that the function reads of their shapes and strides. Types, devices and the pointers' alignment need
             not be named: they are always told apart.
@@ -79,8 +83,9 @@ def call(function: Callable, operands: tuple, layout: tuple, **settings: Any) ->
     # As CompiledKernel's own launcher, without its hooks and what they are told: nobody listens, and it takes longer
     # than all else here.
     kernel.run(
-        *grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *[pointers[i] for i in places], *rest
-    )
+        *grid, stream, kernel.function, kernel.packed_metadata, None, None, None,
+        *[pointers[i] + offset for i, offset in places], *rest,
+    )  # fmt: skip
 
 
 def _key(function: Callable, operands: tuple, layout: tuple, settings: dict) -> tuple[tuple, list[int]]:
@@ -112,14 +117,23 @@ def _watched() -> bool:
 
 
 def _keep(key: tuple, operands: tuple, launched: Launch | None) -> None:
-    """Keep a launch whose pointers are all operands, by their places; one device, for nobody looks at them again."""
-    present = [x for x in operands if x is not None]
-    places = {id(x): i for i, x in enumerate(operands)}
-    told_apart = len({id(x) for x in present}) == len(present)  # of one tensor in two places, whose is the pointer?
-    if launched is None or not told_apart or not all(id(x) in places for x in launched.pointers):
+    """Keep a launch whose pointers all come from operands; of one device, for nobody looks at them again."""
+    if launched is None:
         return
-    if len({x.get_device() for x in present}) > 1:
+    places = [_place(x, operands) for x in launched.pointers]
+    if None in places or len({x.get_device() for x in operands if x is not None}) > 1:
         return
     if len(_kept) >= LIMIT:  # so many sizes do not come again soon
         _kept.clear()
-    _kept[key] = launched._replace(pointers=tuple(places[id(x)] for x in launched.pointers))
+    _kept[key] = launched._replace(pointers=tuple(places))
+
+
+def _place(pointer: torch.Tensor, operands: tuple) -> tuple[int, int] | None:
+    """Which operand a launch's tensor is, or is a view of, and bytes from its start; None where that is not certain."""
+    same = [i for i, x in enumerate(operands) if x is pointer]
+    if not same:
+        start = pointer.untyped_storage().data_ptr()
+        same = [i for i, x in enumerate(operands) if x is not None and x.untyped_storage().data_ptr() == start]
+    if len(same) != 1:
+        return None
+    return same[0], pointer.data_ptr() - operands[same[0]].data_ptr()

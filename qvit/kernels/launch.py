@@ -11,6 +11,7 @@ import triton
 
 from qvit.errors import BackendError
 from qvit.kernels import attend, dispatch, fused, numerics, pack, paper, window
+from qvit.reference import unpack_qkv
 
 GRID_Z = 65535  # largest third dimension of a grid
 TILE = 64  # keys of a tile
@@ -77,6 +78,30 @@ def attention(
         return
     for span in _spans(q.shape[0], bias):
         attention(q[span], k[span], v[span], constants, bias, out[span], high=high, out_up=out_up, half=half)
+
+
+def attention_qkvpacked(
+    qkv: torch.Tensor, constants: torch.Tensor, out: torch.Tensor, *, high: bool, out_up: int, half: bool
+) -> None:
+    """:func:`attention` of a packed projection as it lies, which is less work for the host.
+
+    Args:
+        qkv: (B, N, 3 * H * D), contiguous.
+        constants: int32 (H, 6 * D + 8).
+        out: Contiguous result (B, N, H * D), int8 or float.
+        high, out_up, half: As for :func:`attention`.
+    """
+    if qkv.shape[0] <= GRID_Z:
+        layout = (qkv.shape, constants.shape)
+        dispatch.call(_attention_qkvpacked, (qkv, constants, out), layout, high=high, out_up=out_up, half=half)
+        return
+    for span in _spans(qkv.shape[0]):
+        attention_qkvpacked(qkv[span], constants, out[span], high=high, out_up=out_up, half=half)
+
+
+def _attention_qkvpacked(qkv, constants, out, **settings) -> dispatch.Launch | None:
+    q, k, v = unpack_qkv(qkv, len(constants))
+    return _attention(*(x.transpose(1, 2) for x in (q, k, v)), constants, None, out.view(q.shape), **settings)
 
 
 def _attention(q, k, v, constants, bias, out, **settings) -> dispatch.Launch | None:
@@ -425,8 +450,44 @@ def window_attention(
         window_attention(q[span], k[span], v[span], pad, constants, bias, rows, pattern, out[span], **settings)
 
 
+def window_attention_qkvpacked(
+    qkv: torch.Tensor,
+    pad: torch.Tensor | None,
+    constants: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor,
+    pattern: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    high: bool,
+    out_up: int,
+    half: bool,
+) -> None:
+    """:func:`window_attention` of a packed projection as it lies, which is less work for the host.
+
+    Args:
+        qkv: (B, height, width, 3 * H * D), contiguous.
+        out: Contiguous result (B, height, width, H * D), int8 or float.
+        pad, constants, bias, rows, pattern, high, out_up, half: As for :func:`window_attention`.
+    """
+    if qkv.shape[0] <= GRID_Z:
+        operands = (qkv, pad, constants, bias, rows, pattern, out)
+        layout = (qkv.shape, constants.shape, _layout(bias), rows.shape)
+        dispatch.call(_window_attention_qkvpacked, operands, layout, high=high, out_up=out_up, half=half)
+        return
+    for span in _spans(qkv.shape[0]):
+        window_attention_qkvpacked(
+            qkv[span], pad, constants, bias, rows, pattern, out[span], high=high, out_up=out_up, half=half
+        )
+
+
+def _window_attention_qkvpacked(qkv, pad, constants, bias, rows, pattern, out, **settings) -> dispatch.Launch | None:
+    q, k, v = unpack_qkv(qkv, len(constants))
+    return _window_attention(q, k, v, pad, constants, bias, rows, pattern, out.view(q.shape), **settings)
+
+
 def _window_attention(
-    q, k, v, pad, constants, bias, rows, pattern, out, *, high, out_up, half, block_m, num_warps
+    q, k, v, pad, constants, bias, rows, pattern, out, *, high, out_up, half, block_m=64, num_warps=None
 ) -> dispatch.Launch | None:
     batch, length, heads, head_dim = q.shape
     windows, tokens = rows.shape
