@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -220,26 +221,36 @@ class QuantizedModule:
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: Any) -> torch.Tensor:
         """Attention of q, k, v (B, H, N, D) in integers, or as `skip_slower` chooses; returns (B, N, H * D)."""
         settings = self.qvit_settings
-        if settings.skip_slower and self.float_is_faster(q, *masks):
+        if settings.skip_slower and self.float_is_faster(q, q.shape, self.is_biased(*masks)):
             out = run_float_core(q, k, v, self.float_bias(self, q, *masks), settings.softmax_scale)
         else:
             out = run_core(q, k, v, self.integer_bias(q, *masks), self.qvit_constants, settings)
         return out.flatten(2)
 
     def attend_packed(self, qkv: torch.Tensor) -> torch.Tensor:
-        """What `attend` gives for a projection (B, N, 3 * H * D) with no masks; only where `takes_packed`."""
+        """What `attend` gives for a projection (B, N, 3 * H * D) and no masks, with less work for the host."""
         settings = self.qvit_settings
+        B, N, C = qkv.shape
+        heads = self.num_heads
+        in_parts = settings.arithmetic != "qvit" or "attend" in self.__dict__  # whoever replaces that replaces this
+        if in_parts or settings.skip_slower and self.float_is_faster(qkv, (B, heads, N, C // (3 * heads)), False):
+            return self.attend(*split_heads(qkv, heads).unbind(0))
         return torch.ops.qvit.attention_qkvpacked(
             qkv, self.qvit_constants, settings.precision, settings.backend, settings.half_exact
         )
 
-    def float_is_faster(self, q: torch.Tensor, *masks: Any) -> bool:
-        """True where recorded times say so for this device, type and shape; kept in `qvit_choice` for the report.
+    def float_is_faster(self, x: torch.Tensor, sizes: Sequence[int], biased: bool) -> bool:
+        """True where recorded times say so for x's device and type; kept in `qvit_choice` for the report.
 
         torch.compile sees a constant: `index` makes it compile anew for each batch size, even where sizes are dynamic.
+
+        Args:
+            x: Of the core's operands.
+            sizes: B, H, N and D.
+            biased: With a bias or a mask.
         """
-        sizes = [operator.index(size) for size in q.shape]
-        times = speed.times_on(q.device, q.dtype, self.qvit_settings.precision, *sizes, self.is_biased(*masks))
+        sizes = [operator.index(size) for size in sizes]
+        times = speed.times_on(x.device, x.dtype, self.qvit_settings.precision, *sizes, biased)
         in_float = times is not None and times[1] < times[0]
         self.qvit_choice = (times, in_float)
         return in_float

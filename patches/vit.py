@@ -52,8 +52,8 @@ class QuantizedAttention(QuantizedModule, Attention):
             UnsupportedModuleError: Training mode, an input that requires a gradient, or a mask that does not fit.
         """
         self.require_inference(x)
-        children, settings = self._modules, self.qvit_settings  # older hosts have fewer children
-        plain = attn_mask is None and not is_causal and settings.arithmetic == "qvit" and not settings.skip_slower
+        children = self._modules  # older hosts have fewer
+        plain = attn_mask is None and not is_causal
         if plain and is_idle(children.get("q_norm")) and is_idle(children.get("k_norm")):
             out = self.attend_packed(self.qkv(x))
         else:

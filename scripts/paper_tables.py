@@ -669,8 +669,8 @@ TABLES = {
     ),
     "2": Table(
         "Table 2: use of the tensor cores",
-        "Operations of int8 (IMMA) and float16 (HMMA) operands in percent of what the tensor cores can do, read by "
-        "Nsight Compute; kernels of one call are weighted by their durations.",
+        "Cycles in which the tensor cores work, for int8 (IMMA) and for float16 (HMMA) operands, in percent of all, "
+        "read by Nsight Compute; kernels of one call are weighted by their durations.",
         table2,
         tuple(counters.TENSOR_METRICS),
         command="--tables 2 --device cuda",

@@ -111,7 +111,7 @@ def test_attention_is_not_flat(on_cpu) -> None:
 def test_each_attention_is_compared_where_its_block_calls_it(on_cpu, name, monkeypatch) -> None:
     half = on_cpu.float_subjects(name, 0)[1].model
     called = []
-    operator = "window_attention" if name == "swin_tiny" else "attention"
+    operator = "window_attention_qkvpacked" if name == "swin_tiny" else "attention_qkvpacked"
     real = getattr(torch.ops.qvit, operator)
     monkeypatch.setattr(torch.ops.qvit, operator, lambda *args: called.append(1) or real(*args))
     (subject,) = on_cpu.quantized_subjects(half, ["standard"], 0)

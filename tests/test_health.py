@@ -137,9 +137,10 @@ def test_no_agreement_of_few_pictures_or_of_features(loader, classes):
 
 
 def test_answers_that_are_nan_are_refused(monkeypatch):
-    import qvit.patches.base
+    from qvit.patches.base import QuantizedModule
 
-    monkeypatch.setattr(qvit.patches.base, "run_core", lambda q, *_: torch.full_like(q, torch.nan).transpose(1, 2))
+    nan = lambda _, qkv: qkv.new_full((*qkv.shape[:2], qkv.shape[2] // 3), torch.nan)  # noqa: E731
+    monkeypatch.setattr(QuantizedModule, "attend_packed", nan)
     model = make()
     before = snapshot(model)
     with pytest.raises(CalibrationError, match="quantized model gives NaN"):

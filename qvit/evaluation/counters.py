@@ -14,15 +14,12 @@ import torch
 
 from qvit.errors import BackendError
 
-# Operations of a kind, in % of what the tensor cores can do, whatever instruction asks for them: mma.sync or wgmma. Of
-# several names the first counts that a GPU has: some have a peak only for operands that are not sparse.
-_PEAK = ".avg.pct_of_peak_sustained_elapsed"
+# Cycles that the tensor cores worked for a kind of operand, in % of all, whatever instruction asked for it: mma.sync or
+# wgmma. Of several names the first counts that a GPU has: the second takes packed float16 arithmetic in as well.
+_ACTIVE = "_cycles_active.avg.pct_of_peak_sustained_elapsed"
 TENSOR_METRICS = {
-    "IMMA %": (f"sm__ops_path_tensor_src_int8{_PEAK}", f"sm__ops_path_tensor_src_int8_sparsity_off{_PEAK}"),
-    "HMMA %": (
-        f"sm__ops_path_tensor_src_fp16_dst_fp32{_PEAK}",
-        f"sm__ops_path_tensor_src_fp16_dst_fp32_sparsity_off{_PEAK}",
-    ),
+    "IMMA %": (f"sm__pipe_tensor_op_imma{_ACTIVE}",),
+    "HMMA %": (f"sm__pipe_tensor_op_hmma_type_hmma_hgmma_qgmma{_ACTIVE}", f"sm__pipe_tensor_op_hmma{_ACTIVE}"),
 }
 _DURATION, _KERNEL = "gpu__time_duration.sum", "Kernel Name"
 _MARK = "spin_kernel"  # of torch.cuda._sleep
@@ -204,7 +201,7 @@ def _known(row: dict[str, str], metrics: Sequence[str]) -> float:
     for metric in metrics:
         if row.get(metric, "n/a") != "n/a":
             return _number(row[metric])
-    raise KeyError(f"none of {metrics} among {[name for name in row if '__' in name]}")
+    raise KeyError(f"none of {metrics} among {[name for name in row if 'tensor' in name]}")
 
 
 def _number(text: str) -> float:
