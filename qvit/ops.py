@@ -127,7 +127,7 @@ def _attention_qkvpacked(qkv, constants, precision, backend, half):
     batch, tokens, channels = qkv.shape
     _require_int32_sums(tokens, precision)
     if select_backend(qkv.device, backend) == "reference":
-        q, k, v = (x.transpose(1, 2) for x in reference.unpack_qkv(qkv, len(constants)))
+        q, k, v = (x.transpose(1, 2) for x in reference.unpack_qkv(qkv, constants.shape[0]))
         return reference.attention(q, k, v, constants, precision=precision, out_dtype=qkv.dtype).flatten(2)
     qkv = qkv.contiguous()
     out = qkv.new_empty(batch, tokens, channels // 3)
@@ -175,7 +175,7 @@ def _window_attention_fake(q, k, v, pad, constants, bias, rows, pattern, precisi
 
 def _window_attention_qkvpacked(qkv, pad, constants, bias, rows, pattern, precision, backend, half):
     batch, height, width, channels = qkv.shape
-    tokens, heads = rows.shape[1], len(constants)
+    tokens, heads = rows.shape[1], constants.shape[0]
     _require_window(tokens)
     if select_backend(qkv.device, backend) == "reference":
         q, k, v = reference.unpack_qkv(qkv, heads)

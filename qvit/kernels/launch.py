@@ -100,7 +100,7 @@ def attention_qkvpacked(
 
 
 def _attention_qkvpacked(qkv, constants, out, **settings) -> dispatch.Launch | None:
-    q, k, v = unpack_qkv(qkv, len(constants))
+    q, k, v = unpack_qkv(qkv, constants.shape[0])
     return _attention(*(x.transpose(1, 2) for x in (q, k, v)), constants, None, out.view(q.shape), **settings)
 
 
@@ -482,7 +482,7 @@ def window_attention_qkvpacked(
 
 
 def _window_attention_qkvpacked(qkv, pad, constants, bias, rows, pattern, out, **settings) -> dispatch.Launch | None:
-    q, k, v = unpack_qkv(qkv, len(constants))
+    q, k, v = unpack_qkv(qkv, constants.shape[0])
     return _window_attention(q, k, v, pad, constants, bias, rows, pattern, out.view(q.shape), **settings)
 
 
