@@ -230,13 +230,12 @@ class QuantizedModule:
     def attend_packed(self, qkv: torch.Tensor) -> torch.Tensor:
         """What `attend` gives for a projection (B, N, 3 * H * D) and no masks, with less work for the host."""
         settings = self.qvit_settings
-        B, N, C = qkv.shape
-        heads = self.num_heads
+        (B, N, C), heads = qkv.shape, self.num_heads
         in_parts = settings.arithmetic != "qvit" or "attend" in self.__dict__  # whoever replaces that replaces this
         if in_parts or settings.skip_slower and self.float_is_faster(qkv, (B, heads, N, C // (3 * heads)), False):
             return self.attend(*split_heads(qkv, heads).unbind(0))
         return torch.ops.qvit.attention_qkvpacked(
-            qkv, self.qvit_constants, settings.precision, settings.backend, settings.half_exact
+            qkv, heads, self.qvit_constants, settings.precision, settings.backend, settings.half_exact
         )
 
     def float_is_faster(self, x: torch.Tensor, sizes: Sequence[int], biased: bool) -> bool:
@@ -262,9 +261,13 @@ def is_idle(child: nn.Module | None) -> bool:
         return True
     if type(child) is not nn.Identity and (type(child) is not nn.Dropout or child.training):
         return False
-    listeners = torch.nn.modules.module
-    heard = child._forward_hooks or child._forward_pre_hooks
-    return not (heard or listeners._global_forward_hooks or listeners._global_forward_pre_hooks)
+    everywhere = torch.nn.modules.module
+    heard = (  # as nn.Module itself looks for who listens
+        child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks
+        or everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks
+    )  # fmt: skip
+    return not heard and "forward" not in child.__dict__
 
 
 def apply(child: nn.Module | None, x: torch.Tensor) -> torch.Tensor:

@@ -37,11 +37,11 @@ class QuantizedWindowAttention(QuantizedWindows, WindowAttention):
         self.require_inference(x)
         pad = None
         if has_pads:  # where there is no image, the host projects zeros
-            pad = self.qkv(x.new_zeros(1, x.shape[-1])).view(3, self.num_heads, -1)
+            pad = self.qkv(x.new_zeros(1, x.shape[-1])).reshape(3, self.num_heads, -1)
         settings = self.qvit_settings
         return torch.ops.qvit.window_attention_qkvpacked(
-            self.qkv(x), pad, self.qvit_constants, self.qvit_image_bias, rows, pattern, settings.precision,
-            settings.backend, settings.half_exact,
+            self.qkv(x), self.num_heads, pad, self.qvit_constants, self.qvit_image_bias, rows, pattern,
+            settings.precision, settings.backend, settings.half_exact,
         )  # fmt: skip
 
 

@@ -82,10 +82,12 @@ _library.define(
     "Tensor pattern, str precision, ScalarType out_dtype, str backend, bool half) -> Tensor"
 )
 # Of a packed projection as a linear layer leaves it: no views to make, and fewer operands to look at in each call.
-_library.define("attention_qkvpacked(Tensor qkv, Tensor constants, str precision, str backend, bool half) -> Tensor")
 _library.define(
-    "window_attention_qkvpacked(Tensor qkv, Tensor? pad, Tensor constants, Tensor? bias, Tensor rows, Tensor pattern, "
-    "str precision, str backend, bool half) -> Tensor"
+    "attention_qkvpacked(Tensor qkv, int heads, Tensor constants, str precision, str backend, bool half) -> Tensor"
+)
+_library.define(
+    "window_attention_qkvpacked(Tensor qkv, int heads, Tensor? pad, Tensor constants, Tensor? bias, Tensor rows, "
+    "Tensor pattern, str precision, str backend, bool half) -> Tensor"
 )
 _library.define(
     "attention_paper(Tensor q, Tensor k, Tensor v, Tensor constants, Tensor? bias, bool text, str backend) -> Tensor"
@@ -102,6 +104,15 @@ def _require_int32_sums(tokens: int, precision: str) -> None:
 def _require_window(tokens: int) -> None:
     if tokens > MAX_WINDOW:
         raise BackendError(f"windows have {tokens} tokens, the most is {MAX_WINDOW}")
+
+
+def _require_fit(channels: int, heads: int, constants: torch.Tensor) -> None:
+    """Constants are read by where a head's channels lie: those of other heads would be wrong without a word."""
+    if heads != constants.shape[0] or channels != 3 * heads * S.head_dim_of(constants):
+        raise BackendError(
+            f"a projection of {channels} channels for {heads} heads does not fit constants of shape "
+            f"{tuple(constants.shape)}; scales are of a layer as it was calibrated, so quantize it again"
+        )
 
 
 def _attention(q, k, v, constants, bias, precision, out_dtype, backend, half):
@@ -123,11 +134,12 @@ def _attention_fake(q, k, v, constants, bias, precision, out_dtype, backend, hal
     return q.new_empty(batch, tokens, heads, head_dim, dtype=out_dtype)
 
 
-def _attention_qkvpacked(qkv, constants, precision, backend, half):
+def _attention_qkvpacked(qkv, heads, constants, precision, backend, half):
     batch, tokens, channels = qkv.shape
     _require_int32_sums(tokens, precision)
+    _require_fit(channels, heads, constants)
     if select_backend(qkv.device, backend) == "reference":
-        q, k, v = (x.transpose(1, 2) for x in reference.unpack_qkv(qkv, constants.shape[0]))
+        q, k, v = (x.transpose(1, 2) for x in reference.unpack_qkv(qkv, heads))
         return reference.attention(q, k, v, constants, precision=precision, out_dtype=qkv.dtype).flatten(2)
     qkv = qkv.contiguous()
     out = qkv.new_empty(batch, tokens, channels // 3)
@@ -137,9 +149,9 @@ def _attention_qkvpacked(qkv, constants, precision, backend, half):
     return out
 
 
-def _attention_qkvpacked_fake(qkv, constants, precision, backend, half):
-    *size, channels = qkv.shape
-    return qkv.new_empty(*size, channels // 3)
+def _attention_qkvpacked_fake(qkv, heads, constants, precision, backend, half):
+    batch, tokens, channels = qkv.shape
+    return qkv.new_empty(batch, tokens, channels // 3)
 
 
 def _window_attention(q, k, v, pad, constants, bias, rows, pattern, precision, out_dtype, backend, half):
@@ -152,6 +164,7 @@ def _window_attention(q, k, v, pad, constants, bias, rows, pattern, precision, o
         )
     bias = _rows_of_heads(bias, heads)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    pad = pad if pad is None else pad.contiguous()
     out = torch.empty(batch, length, heads, head_dim, dtype=out_dtype, device=q.device)
     if out.numel():
         up = reference.out_shift(tokens, precision)
@@ -173,17 +186,18 @@ def _window_attention_fake(q, k, v, pad, constants, bias, rows, pattern, precisi
     return q.new_empty(q.shape, dtype=out_dtype)
 
 
-def _window_attention_qkvpacked(qkv, pad, constants, bias, rows, pattern, precision, backend, half):
+def _window_attention_qkvpacked(qkv, heads, pad, constants, bias, rows, pattern, precision, backend, half):
     batch, height, width, channels = qkv.shape
-    tokens, heads = rows.shape[1], constants.shape[0]
+    tokens = rows.shape[1]
     _require_window(tokens)
+    _require_fit(channels, heads, constants)
     if select_backend(qkv.device, backend) == "reference":
         q, k, v = reference.unpack_qkv(qkv, heads)
         out = reference.window_attention(
             q, k, v, pad, constants, bias, rows, pattern, precision=precision, out_dtype=qkv.dtype
         )
         return out.reshape(batch, height, width, channels // 3)
-    bias, qkv = _rows_of_heads(bias, heads), qkv.contiguous()
+    bias, qkv, pad = _rows_of_heads(bias, heads), qkv.contiguous(), pad if pad is None else pad.contiguous()
     out = qkv.new_empty(batch, height, width, channels // 3)
     if out.numel():
         up = reference.out_shift(tokens, precision)
@@ -193,9 +207,9 @@ def _window_attention_qkvpacked(qkv, pad, constants, bias, rows, pattern, precis
     return out
 
 
-def _window_attention_qkvpacked_fake(qkv, pad, constants, bias, rows, pattern, precision, backend, half):
-    *size, channels = qkv.shape
-    return qkv.new_empty(*size, channels // 3)
+def _window_attention_qkvpacked_fake(qkv, heads, pad, constants, bias, rows, pattern, precision, backend, half):
+    batch, height, width, channels = qkv.shape
+    return qkv.new_empty(batch, height, width, channels // 3)
 
 
 def _attention_paper(q, k, v, constants, bias, text, backend):

@@ -391,6 +391,17 @@ def test_a_view_is_found_by_its_memory_and_its_offset_kept(triton_calls):
     assert [arguments(x)[3:] for x in triton_calls[1]] == [(x[2:].data_ptr(), y.data_ptr()) for x, y in tensors[1:]]
 
 
+def test_views_of_another_alignment_are_another_launch(triton_calls):
+    kernel = Jitted(["a_ptr"], *triton_calls)
+    memory = torch.zeros(32, dtype=torch.float16)
+    first = -memory.data_ptr() // 2 % 8
+    starts = [first + i for i in (4, 12, 1, 9)]  # the views that follow lie on a multiple of 16, and do not
+    start = lambda x: dispatch.launch(kernel, (1, 1, 1), (x[4:],), ())  # noqa: E731
+    for i in starts:
+        dispatch.call(start, (memory[i : i + 8],), ())
+    assert len(triton_calls[0]) == 2 and len(triton_calls[1]) == 2
+
+
 def test_a_view_of_memory_that_two_operands_share_is_not_kept(triton_calls):
     kernel = Jitted(["a_ptr"], *triton_calls)
     memory = torch.zeros(16)
@@ -577,7 +588,7 @@ def window_case(name):
     rest = (None, constants, bias, rows, pattern, "standard")
     if name == "windows_qkvpacked":
         packed = qkv.view(2, 14, 14, 192)
-        return torch.ops.qvit.window_attention_qkvpacked, (packed,), (*rest, "triton", scales.half_exact)
+        return torch.ops.qvit.window_attention_qkvpacked, (packed,), (2, *rest, "triton", scales.half_exact)
     rest = (*rest, torch.float16, "triton", scales.half_exact)
     return torch.ops.qvit.window_attention, qkv.unbind(2), rest
 

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import qvit
 from qvit import Scales
@@ -78,7 +79,7 @@ def operator_calls():
     bias = R.exponent_bias(torch.randn(1, 2, 17, 17), constants)
     for addend, dtype in ((None, torch.float16), (bias, torch.int8)):
         yield "attention", (q, k, v, constants, addend, "standard", dtype, "reference", True)
-    yield "attention_qkvpacked", (torch.randn(2, 17, 96), constants, "standard", "reference", True)
+    yield "attention_qkvpacked", (torch.randn(2, 17, 96), 2, constants, "standard", "reference", True)
     rows, pattern, masks = plan_windows(5, 6, (3, 3), (1, 1)).tensors("cpu")
     qkv = [torch.randn(2, 30, 2, 16) for _ in range(3)]
     bias = R.exponent_bias(torch.randn(len(masks), 2, 9, 9), constants)
@@ -86,7 +87,7 @@ def operator_calls():
         pad = torch.randn(3, 2, 16)
         yield "window_attention", (*qkv, pad, constants, addend, rows, pattern, "high", torch.float32, "auto", False)
         packed = torch.stack(qkv, 2).reshape(2, 5, 6, -1)
-        yield "window_attention_qkvpacked", (packed, pad, constants, addend, rows, pattern, "high", "auto", False)
+        yield "window_attention_qkvpacked", (packed, 2, pad, constants, addend, rows, pattern, "high", "auto", False)
     q8, k8, v8 = (R.quantize_tensor(x)[0] for x in (q, k, v))
     units = R.paper_constants(torch.tensor(0.01), torch.tensor(0.01), 0.25, text=False)
     for text in (False, True):
@@ -268,6 +269,60 @@ def test_hooks_on_every_module_fire_and_change_no_result(name):
     assert {key for key, m in model.named_modules() if hasattr(m, "qvit_record")} <= on_integers
     unused = {"attn_drop", "softmax", "cpb_mlp"}
     assert all(unused & set(key.split(".")) for key in on_float - on_integers)
+
+
+IDLE = [("vit", part) for part in ("q_norm", "k_norm", "norm", "proj_drop")] + [("swin", "proj_drop")]
+LISTENERS = {
+    "forward": lambda child, hear: setattr(child, "forward", lambda x: hear() or x),
+    "hook": lambda child, hear: child.register_forward_hook(lambda *_: hear()),
+    "pre_hook": lambda child, hear: child.register_forward_pre_hook(lambda *_: hear()),
+    "everywhere": lambda child, hear: register_module_forward_hook(
+        lambda module, *_: hear() if module is child else None
+    ),
+    "everywhere_before": lambda child, hear: register_module_forward_pre_hook(
+        lambda module, *_: hear() if module is child else None
+    ),
+}
+
+
+@pytest.mark.parametrize("listen", LISTENERS.values(), ids=LISTENERS)
+@pytest.mark.parametrize(("name", "part"), IDLE)
+def test_a_child_that_does_nothing_is_called_where_someone_listens(name, part, listen):
+    model, x, heard = quantized(name), images(name), []
+    expected = model(x)
+    child = next(module for key, module in model.named_modules() if key.endswith(f"attn.{part}"))
+    handle = listen(child, lambda: heard.append(1))  # append gives None, so that nothing is changed
+    assert torch.equal(model(x), expected) and heard
+    if handle is not None:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", ["vit", "swin"])
+def test_a_gradient_behind_the_core_is_heard_by_dropout(name):
+    model, heard = quantized(name).requires_grad_(False), []
+    attn = next(module for module in model.modules() if hasattr(module, "qvit_record"))
+    attn.proj.requires_grad_(True)
+    attn.proj_drop.register_full_backward_hook(lambda *_: heard.append(1))
+    block = next(module for module in model.modules() if getattr(module, "attn", None) is attn)
+    size = (2, 10, 48) if name == "vit" else (2, 14, 14, 16)
+    with torch.enable_grad():
+        block(torch.randn(size)).sum().backward()
+    assert heard and attn.proj.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["vit", "swin"])
+def test_a_layer_with_other_heads_than_it_was_calibrated_with_is_refused(name):
+    model, x = quantized(name), images(name)
+    attn = next(module for module in model.modules() if getattr(module, "num_heads", 1) > 1)
+    channels = attn.qkv.in_features
+    fewer = channels // attn.num_heads * (attn.num_heads - 1)
+    attn.qkv, attn.num_heads = torch.nn.Linear(channels, 3 * fewer), attn.num_heads - 1
+    attn.proj = torch.nn.Linear(fewer, channels)
+    with pytest.raises(qvit.BackendError, match=f"{3 * fewer} channels for .* quantize it again"):
+        model(x)
+    attn.num_heads += 1
+    with pytest.raises(qvit.BackendError, match="quantize it again"):
+        model(x)
 
 
 def test_two_models_in_two_threads():

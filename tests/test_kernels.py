@@ -64,7 +64,7 @@ def test_a_packed_projection_gives_the_bits_of_its_parts(shape, dtype, precision
     (q, k, v), scales = operands(shape, dtype)
     packed = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2).flatten(2)
     expected = attention(q, k, v, scales, precision=precision, backend="reference").flatten(2)
-    settings = (scales.constants(DEVICE), precision)
+    settings = (q.shape[1], scales.constants(DEVICE), precision)
     for backend in ("reference", "triton"):
         run = torch.ops.qvit.attention_qkvpacked
         assert torch.equal(run(packed, *settings, backend, scales.half_exact), expected)

@@ -94,6 +94,7 @@ def test_the_kernel_fits_the_operands(tokens, head_dim, bias, hopper, row, expec
 )  # fmt: skip
 def test_one_launch_fits_the_shared_memory(capability, tokens, head_dim, expected, monkeypatch):
     monkeypatch.setattr(launch, "_capability", lambda index: capability)
+    monkeypatch.setattr(launch, "_is_hopper", lambda index: False)
     launch._kind.cache_clear()
     x = OnGpu(tokens, head_dim, 1)
     assert launch.kind_of_kernel(x, x, x, None) == expected

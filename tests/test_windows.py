@@ -133,9 +133,16 @@ def test_a_packed_projection_gives_the_bits_of_its_parts(image, dtype, precision
         expected = expected.reshape(*qkv.shape[:3], -1)
         run = torch.ops.qvit.window_attention_qkvpacked
         for backend in ("reference", "triton"):
-            assert torch.equal(run(packed, *tables, backend, half), expected)
-            assert torch.equal(run(packed.mT.contiguous().mT, *tables, backend, half), expected)
-            assert run(packed[:0], *tables, backend, half).shape == (0, *expected.shape[1:])
+            assert torch.equal(run(packed, 2, *tables, backend, half), expected)
+            assert torch.equal(run(packed.mT.contiguous().mT, 2, *tables, backend, half), expected)
+            assert run(packed[:0], 2, *tables, backend, half).shape == (0, *expected.shape[1:])
+            if padding is not None:
+                apart = padding.mT.contiguous().mT
+                assert torch.equal(run(packed, 2, apart, *tables[1:], backend, half), expected)
+                assert torch.equal(
+                    torch.ops.qvit.window_attention(*parts, apart, *tables[1:], dtype, backend, half).flatten(2),
+                    expected.flatten(1, 2),
+                )
 
 
 def test_a_bias_that_masks_a_key_is_not_packed():

@@ -99,7 +99,8 @@ def _key(function: Callable, operands: tuple, layout: tuple, settings: dict) -> 
         else:
             pointer = x.data_ptr()
             pointers.append(pointer)
-            key += x.dtype, x.get_device(), pointer % 16 == 0  # Triton compiles apart what 16 divides
+            # Triton compiles apart what 16 divides, and a view may lie anywhere from an operand's start.
+            key += x.dtype, x.get_device(), pointer % 16
     return tuple(key), pointers
 
 
