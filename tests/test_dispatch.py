@@ -566,7 +566,8 @@ def gpu_case(name, seed):
             torch.ops.qvit.attention_qkvpacked,
             (qkv.flatten(2),),
             (
-                constants,
+                2,
+            constants,
                 "standard",
                 "triton",
                 scales.half_exact,
