@@ -247,15 +247,6 @@ def misaligned(x):
 CHANGES |= {f"alignment_of_{name}": {"changes": {name: misaligned}} for name in ("q", "k", "v", "constants", "out")}
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_launch_goes_by_all_that_triton_compiles_for(change, triton_calls, monkeypatch):
-    asked, launched = triton_calls
-    for settings, expected in (({}, 1), ({}, 1), (change, 2), (change, 2), ({}, 2)):
-        attention_call("fused", monkeypatch, **{"bias": 2} | settings)
-        assert len(asked) == expected
-    assert len(launched) == 3
-
-
 WINDOW_CHANGES = {
     "image": {"image": (21, 14)},
     "windows_tokens": {"changes": {"rows": lambda x: x[:, :48].contiguous()}},
@@ -270,15 +261,6 @@ WINDOW_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", WINDOW_CHANGES.values(), ids=WINDOW_CHANGES)
-def test_a_launch_of_windows_goes_by_all_that_triton_compiles_for(change, triton_calls, monkeypatch):
-    asked, launched = triton_calls
-    for settings, expected in (({}, 1), ({}, 1), (change, 2), (change, 2), ({}, 2)):
-        window_call("packed", monkeypatch, **settings)
-        assert len(asked) == expected
-    assert len(launched) == 3
-
-
 QKVPACKED_CHANGES = {
     "batch": {"batch": 2},
     "tokens": {"tokens": 48},
@@ -289,15 +271,6 @@ QKVPACKED_CHANGES = {
     "out_up": {"out_up": 7},
     "half": {"half": False},
 } | {f"alignment_of_{name}": {"changes": {name: misaligned}} for name in ("qkv", "constants", "out")}
-
-
-@pytest.mark.parametrize("change", QKVPACKED_CHANGES.values(), ids=QKVPACKED_CHANGES)
-def test_a_launch_of_a_packed_projection_goes_by_all_that_triton_compiles_for(change, triton_calls, monkeypatch):
-    asked, launched = triton_calls
-    for settings, expected in (({}, 1), ({}, 1), (change, 2), (change, 2), ({}, 2)):
-        attention_qkvpacked_call("fused", monkeypatch, **settings)
-        assert len(asked) == expected
-    assert len(launched) == 3
 
 
 QKVPACKED_WINDOW_CHANGES = {
@@ -313,11 +286,26 @@ QKVPACKED_WINDOW_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", QKVPACKED_WINDOW_CHANGES.values(), ids=QKVPACKED_WINDOW_CHANGES)
-def test_a_launch_of_a_packed_image_goes_by_all_that_triton_compiles_for(change, triton_calls, monkeypatch):
+KINDS_OF_CALL = {
+    "attention": (attention_call, "fused", {"bias": 2}, CHANGES),
+    "windows": (window_call, "packed", {}, WINDOW_CHANGES),
+    "qkvpacked": (attention_qkvpacked_call, "fused", {}, QKVPACKED_CHANGES),
+    "qkvpacked_windows": (window_qkvpacked_call, "packed", {}, QKVPACKED_WINDOW_CHANGES),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "settings", "change"),
+    [
+        pytest.param(call, kind, settings, change, id=f"{name}-{key}")
+        for name, (call, kind, settings, changes) in KINDS_OF_CALL.items()
+        for key, change in changes.items()
+    ],
+)
+def test_a_launch_goes_by_all_that_triton_compiles_for(call, kind, settings, change, triton_calls, monkeypatch):
     asked, launched = triton_calls
-    for settings, expected in (({}, 1), ({}, 1), (change, 2), (change, 2), ({}, 2)):
-        window_qkvpacked_call("packed", monkeypatch, **settings)
+    for changes, expected in (({}, 1), ({}, 1), (change, 2), (change, 2), ({}, 2)):
+        call(kind, monkeypatch, **settings | changes)
         assert len(asked) == expected
     assert len(launched) == 3
 
@@ -567,7 +555,7 @@ def gpu_case(name, seed):
             (qkv.flatten(2),),
             (
                 2,
-            constants,
+                constants,
                 "standard",
                 "triton",
                 scales.half_exact,
