@@ -203,10 +203,12 @@ def test_a_checkpoint_brings_its_classes_and_size(script, tiny, tmp_path) -> Non
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_pickled_checkpoint(script, tiny, tmp_path, wrapped: bool) -> None:
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_a_pickled_checkpoint(script, tiny, tmp_path, wrapped: bool, prefix: str) -> None:
+    """Also of a model in DistributedDataParallel, or compiled."""
     from safetensors.torch import load_file
 
-    state = load_file(tmp_path / "tiny.safetensors")
+    state = {prefix + key: value for key, value in load_file(tmp_path / "tiny.safetensors").items()}
     torch.save({"model": state} if wrapped else state, tmp_path / "tiny.pth")
     assert script.main([*tiny, "--checkpoint", str(tmp_path / "tiny.pth")]) == 0
 

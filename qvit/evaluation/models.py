@@ -33,9 +33,13 @@ class Checkpoint:
 def read_checkpoint(path: str) -> Checkpoint:
     """Read a safetensors, .pth or .pt file; pickles only with torch's `weights_only`.
 
+    Names that DistributedDataParallel or torch.compile have put a prefix to lose it, as timm has it.
+
     Raises:
         CheckpointError: The file does not exist or holds no state dict.
     """
+    from timm.models import clean_state_dict
+
     if not Path(path).is_file():
         raise CheckpointError(f"there is no checkpoint {path}")
     if path.endswith(".safetensors"):
@@ -48,7 +52,7 @@ def read_checkpoint(path: str) -> Checkpoint:
         kwargs = {key: int(metadata[key]) for key in ("num_classes", "img_size") if key in metadata}
     except ValueError as error:
         raise CheckpointError(f"{path}: num_classes and img_size in the metadata must be numbers: {error}") from error
-    return Checkpoint(path, state, kwargs, metadata.get("architecture"))
+    return Checkpoint(path, clean_state_dict(state), kwargs, metadata.get("architecture"))
 
 
 def _read_safetensors(path: str) -> tuple[dict, dict]:
