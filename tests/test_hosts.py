@@ -292,9 +292,11 @@ def test_a_child_that_does_nothing_is_called_where_someone_listens(name, part, l
     expected = model(x)
     child = next(module for key, module in model.named_modules() if key.endswith(f"attn.{part}"))
     handle = listen(child, lambda: heard.append(1))  # append gives None, so that nothing is changed
-    assert torch.equal(model(x), expected) and heard
-    if handle is not None:
-        handle.remove()
+    try:
+        assert torch.equal(model(x), expected) and heard
+    finally:
+        if handle is not None:  # a hook of all modules would be heard in the tests to come
+            handle.remove()
 
 
 @pytest.mark.parametrize("name", ["vit", "swin"])
