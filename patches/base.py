@@ -21,6 +21,7 @@ from qvit import ops, speed
 from qvit.config import QuantConfig
 from qvit.errors import UnsupportedModuleError
 from qvit.fingerprint import fingerprint, same_weights
+from qvit.reference import split_heads
 from qvit.scales import Scales
 
 
@@ -230,10 +231,13 @@ class QuantizedModule:
     def attend_packed(self, qkv: torch.Tensor) -> torch.Tensor:
         """What `attend` gives for a projection (B, N, 3 * H * D) and no masks, with less work for the host."""
         settings = self.qvit_settings
-        (B, N, C), heads = qkv.shape, self.num_heads
-        in_parts = settings.arithmetic != "qvit" or "attend" in self.__dict__  # whoever replaces that replaces this
-        if in_parts or settings.skip_slower and self.float_is_faster(qkv, (B, heads, N, C // (3 * heads)), False):
+        heads = self.num_heads
+        if settings.arithmetic != "qvit" or "attend" in self.__dict__:  # whoever replaces that replaces this
             return self.attend(*split_heads(qkv, heads).unbind(0))
+        if settings.skip_slower:
+            B, N, C = qkv.shape
+            if self.float_is_faster(qkv, (B, heads, N, C // (3 * heads)), False):
+                return run_float_core(*split_heads(qkv, heads).unbind(0), None, settings.softmax_scale).flatten(2)
         return torch.ops.qvit.attention_qkvpacked(
             qkv, heads, self.qvit_constants, settings.precision, settings.backend, settings.half_exact
         )
@@ -358,12 +362,6 @@ def attention_mask(
         )
     attn_mask = attn_mask.reshape((1,) * (4 - len(shape)) + shape)
     return attn_mask.expand(-1, -1, N, N)
-
-
-def split_heads(qkv: torch.Tensor, heads: int) -> torch.Tensor:
-    """A packed projection (B, N, 3 * H * D) as a view (3, B, H, N, D)."""
-    B, N, C = qkv.shape
-    return qkv.reshape(B, N, 3, heads, C // (3 * heads)).permute(2, 0, 3, 1, 4)  # no -1, for B may be 0
 
 
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

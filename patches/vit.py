@@ -59,6 +59,7 @@ class QuantizedAttention(QuantizedModule, Attention):
         else:
             out = self.attend(*self.project(self, x), attn_mask, is_causal)
         out = apply(children.get("norm"), out)
-        if children.get("gate") is not None:
-            out = out * self.gate(x).sigmoid()
+        gate = children.get("gate")
+        if gate is not None:
+            out = out * gate(x).sigmoid()
         return apply(self.proj_drop, self.proj(out))

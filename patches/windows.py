@@ -20,7 +20,8 @@ from torch import fx, nn
 from qvit import ops
 from qvit.config import QuantConfig
 from qvit.errors import UnsupportedModuleError
-from qvit.patches.base import QuantizedModule, apply, same_dtype, split_heads
+from qvit.patches.base import QuantizedModule, apply, same_dtype
+from qvit.reference import split_heads
 from qvit.scales import Scales
 from qvit.windows import SHIFT_MASK, WindowPlan, plan_windows
 

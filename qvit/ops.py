@@ -139,7 +139,7 @@ def _attention_qkvpacked(qkv, heads, constants, precision, backend, half):
     _require_int32_sums(tokens, precision)
     _require_fit(channels, heads, constants)
     if select_backend(qkv.device, backend) == "reference":
-        q, k, v = (x.transpose(1, 2) for x in reference.unpack_qkv(qkv, heads))
+        q, k, v = reference.split_heads(qkv, heads).unbind(0)
         return reference.attention(q, k, v, constants, precision=precision, out_dtype=qkv.dtype).flatten(2)
     qkv = qkv.contiguous()
     out = qkv.new_empty(batch, tokens, channels // 3)
@@ -192,7 +192,7 @@ def _window_attention_qkvpacked(qkv, heads, pad, constants, bias, rows, pattern,
     _require_window(tokens)
     _require_fit(channels, heads, constants)
     if select_backend(qkv.device, backend) == "reference":
-        q, k, v = reference.unpack_qkv(qkv, heads)
+        q, k, v = reference.split_heads(qkv.flatten(1, 2), heads).transpose(2, 3).unbind(0)
         out = reference.window_attention(
             q, k, v, pad, constants, bias, rows, pattern, precision=precision, out_dtype=qkv.dtype
         )
@@ -402,7 +402,7 @@ def window_attention(
         addend = window_bias(pattern_bias(masks, bias, heads, shift_mask), constants, finite=finite)
     return torch.ops.qvit.window_attention(
         *flat,
-        pad.contiguous() if plan.has_pads else None,
+        pad if plan.has_pads else None,
         constants,
         addend,
         rows,

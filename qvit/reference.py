@@ -21,10 +21,11 @@ ACC_PEAK = {"standard": 255, "high": 1020}  # largest weight of a key in units o
 MAX_TOKENS = {"standard": 66_000, "high": 16_500}
 
 
-def unpack_qkv(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v, each (B, N, H, D), of a packed projection (B, ..., 3 * H * D); views where its strides allow it."""
-    batch, *size, channels = qkv.shape
-    return qkv.reshape(batch, math.prod(size), 3, heads, channels // (3 * heads)).unbind(2)
+def split_heads(qkv: torch.Tensor, heads: int) -> torch.Tensor:
+    """A packed projection (B, N, 3 * H * D) as (3, B, H, N, D); a view where its strides allow it."""
+    batch, tokens, channels = qkv.shape
+    # No -1, for the batch may be 0.
+    return qkv.reshape(batch, tokens, 3, heads, channels // (3 * heads)).permute(2, 0, 3, 1, 4)
 
 
 # ---------------------------------------------------------------- the steps of the arithmetic

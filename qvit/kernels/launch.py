@@ -11,7 +11,7 @@ import triton
 
 from qvit.errors import BackendError
 from qvit.kernels import attend, dispatch, fused, numerics, pack, paper, window
-from qvit.reference import unpack_qkv
+from qvit.reference import split_heads
 
 GRID_Z = 65535  # largest third dimension of a grid
 TILE = 64  # keys of a tile
@@ -100,8 +100,8 @@ def attention_qkvpacked(
 
 
 def _attention_qkvpacked(qkv, constants, out, **settings) -> dispatch.Launch | None:
-    q, k, v = unpack_qkv(qkv, constants.shape[0])
-    return _attention(*(x.transpose(1, 2) for x in (q, k, v)), constants, None, out.view(q.shape), **settings)
+    q, k, v = split_heads(qkv, constants.shape[0]).unbind(0)
+    return _attention(q, k, v, constants, None, out.view(q.transpose(1, 2).shape), **settings)
 
 
 def _attention(q, k, v, constants, bias, out, **settings) -> dispatch.Launch | None:
@@ -482,7 +482,7 @@ def window_attention_qkvpacked(
 
 
 def _window_attention_qkvpacked(qkv, pad, constants, bias, rows, pattern, out, **settings) -> dispatch.Launch | None:
-    q, k, v = unpack_qkv(qkv, constants.shape[0])
+    q, k, v = split_heads(qkv.flatten(1, 2), constants.shape[0]).transpose(2, 3).unbind(0)
     return _window_attention(q, k, v, pad, constants, bias, rows, pattern, out.view(q.shape), **settings)
 
 
